@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from sherd.api.checkpoints import load as load
     from sherd.api.checkpoints import save as save
     from sherd.api.ema import Ema as Ema
-    from sherd.api.extensions import DTensorExtensions as DTensorExtensions
-    from sherd.api.extensions import FSDPExtensions as FSDPExtensions
-    from sherd.api.fsdp1 import BackwardPrefetch as BackwardPrefetch
-    from sherd.api.fsdp1 import CPUOffload as CPUOffload
-    from sherd.api.fsdp1 import MixedPrecision as MixedPrecision
-    from sherd.api.fsdp1 import ShardingStrategy as ShardingStrategy
     from sherd.api.fully_shard import fully_shard as fully_shard
     from sherd.api.fully_shard import replicate as replicate
     from sherd.api.guarded_step import step as step
@@ -42,21 +36,8 @@ if TYPE_CHECKING:
     from sherd.api.refreshing import Refreshed as Refreshed
     from sherd.api.refreshing import refresh as refresh
     from sherd.api.save_pretrained import save_pretrained as save_pretrained
-    from sherd.api.state_dict_type import FullOptimStateDictConfig as FullOptimStateDictConfig
-    from sherd.api.state_dict_type import FullStateDictConfig as FullStateDictConfig
-    from sherd.api.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
-    from sherd.api.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
-    from sherd.api.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
-    from sherd.api.state_dict_type import OptimStateKeyType as OptimStateKeyType
-    from sherd.api.state_dict_type import ShardedForm as ShardedForm
-    from sherd.api.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-    from sherd.api.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
-    from sherd.api.state_dict_type import StateDictConfig as StateDictConfig
-    from sherd.api.state_dict_type import StateDictSettings as StateDictSettings
-    from sherd.api.state_dict_type import StateDictType as StateDictType
     from sherd.api.unsharded import unsharded as unsharded
     from sherd.api.weights_out import iter_full_parameters as iter_full_parameters
-    from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
     from sherd.checkpoint.changes import WeightMark as WeightMark
@@ -66,6 +47,25 @@ if TYPE_CHECKING:
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.engine import FlatParameter as FlatParameter
     from sherd.errors import SherdError as SherdError
+    from sherd.fsdp1.arguments import BackwardPrefetch as BackwardPrefetch
+    from sherd.fsdp1.arguments import CPUOffload as CPUOffload
+    from sherd.fsdp1.arguments import MixedPrecision as MixedPrecision
+    from sherd.fsdp1.arguments import ShardingStrategy as ShardingStrategy
+    from sherd.fsdp1.extensions import DTensorExtensions as DTensorExtensions
+    from sherd.fsdp1.extensions import FSDPExtensions as FSDPExtensions
+    from sherd.fsdp1.state_dict_type import FullOptimStateDictConfig as FullOptimStateDictConfig
+    from sherd.fsdp1.state_dict_type import FullStateDictConfig as FullStateDictConfig
+    from sherd.fsdp1.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+    from sherd.fsdp1.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
+    from sherd.fsdp1.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
+    from sherd.fsdp1.state_dict_type import OptimStateKeyType as OptimStateKeyType
+    from sherd.fsdp1.state_dict_type import ShardedForm as ShardedForm
+    from sherd.fsdp1.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+    from sherd.fsdp1.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
+    from sherd.fsdp1.state_dict_type import StateDictConfig as StateDictConfig
+    from sherd.fsdp1.state_dict_type import StateDictSettings as StateDictSettings
+    from sherd.fsdp1.state_dict_type import StateDictType as StateDictType
+    from sherd.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from sherd.layout.runs import Blocks as Blocks
     from sherd.layout.runs import Flat as Flat
@@ -96,34 +96,34 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "AllGather": "sherd.policy",
-    "BackwardPrefetch": "sherd.api.fsdp1",
+    "BackwardPrefetch": "sherd.fsdp1.arguments",
     "Blocks": "sherd.layout.runs",
-    "CPUOffload": "sherd.api.fsdp1",
+    "CPUOffload": "sherd.fsdp1.arguments",
     "CPUOffloadPolicy": "sherd.policy",
     "Comm": "sherd.policy",
     "CommPolicy": "sherd.policy",
-    "DTensorExtensions": "sherd.api.extensions",
+    "DTensorExtensions": "sherd.fsdp1.extensions",
     "DataParallelMeshDims": "sherd.policy",
     "Ema": "sherd.api.ema",
     "EquivalenceReport": "sherd.tools.verify.report",
-    "FSDPExtensions": "sherd.api.extensions",
+    "FSDPExtensions": "sherd.fsdp1.extensions",
     "FSDPModule": "sherd.api.module",
     "Flat": "sherd.layout.runs",
     "FlatParameter": "sherd.engine",
-    "FullOptimStateDictConfig": "sherd.api.state_dict_type",
-    "FullStateDictConfig": "sherd.api.state_dict_type",
-    "FullyShardedDataParallel": "sherd.api.wrapper",
+    "FullOptimStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "FullStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "FullyShardedDataParallel": "sherd.fsdp1.wrapper",
     "GradientReductionHandle": "sherd.api.module",
-    "LocalOptimStateDictConfig": "sherd.api.state_dict_type",
-    "LocalStateDictConfig": "sherd.api.state_dict_type",
+    "LocalOptimStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "LocalStateDictConfig": "sherd.fsdp1.state_dict_type",
     "MatrixOptimizer": "sherd.optim.matrix",
-    "MixedPrecision": "sherd.api.fsdp1",
+    "MixedPrecision": "sherd.fsdp1.arguments",
     "MixedPrecisionPolicy": "sherd.policy",
     "Muon": "sherd.optim.muon",
     "OffloadPolicy": "sherd.policy",
     "OnMesh": "sherd.api.placements",
-    "OptimStateDictConfig": "sherd.api.state_dict_type",
-    "OptimStateKeyType": "sherd.api.state_dict_type",
+    "OptimStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "OptimStateKeyType": "sherd.fsdp1.state_dict_type",
     "Owned": "sherd.layout.runs",
     "Placements": "sherd.api.placements",
     "Plan": "sherd.tools.plan.plan",
@@ -133,15 +133,15 @@ _HOMES = {
     "Refreshed": "sherd.api.refreshing",
     "Restored": "sherd.checkpoint.restoring",
     "Saving": "sherd.api.checkpoints",
-    "ShardedForm": "sherd.api.state_dict_type",
+    "ShardedForm": "sherd.fsdp1.state_dict_type",
     "ShardedGradScaler": "sherd.grad_scaler",
-    "ShardedOptimStateDictConfig": "sherd.api.state_dict_type",
-    "ShardedStateDictConfig": "sherd.api.state_dict_type",
-    "ShardingStrategy": "sherd.api.fsdp1",
+    "ShardedOptimStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "ShardedStateDictConfig": "sherd.fsdp1.state_dict_type",
+    "ShardingStrategy": "sherd.fsdp1.arguments",
     "SherdError": "sherd.errors",
-    "StateDictConfig": "sherd.api.state_dict_type",
-    "StateDictSettings": "sherd.api.state_dict_type",
-    "StateDictType": "sherd.api.state_dict_type",
+    "StateDictConfig": "sherd.fsdp1.state_dict_type",
+    "StateDictSettings": "sherd.fsdp1.state_dict_type",
+    "StateDictType": "sherd.fsdp1.state_dict_type",
     "StepsInBackward": "sherd.backward_steps",
     "UnshardHandle": "sherd.api.module",
     "WeightDelta": "sherd.checkpoint.deltas",

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # package's own __init__, which says where public names are.
 RULE = """
 errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
-< engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
+< engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < fsdp1 < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
 < _moved, sherd < train < cli < __main__
 """
@@ -179,17 +179,18 @@ WRONG = [
     ("engine/unit.py", "from sherd import fully_shard", "engine may not know sherd"),
     ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
-    ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
+    ("fsdp1/wrapper.py", "from .. import fully_shard", "fsdp1 may not know sherd"),
     ("engine/run/monitor.py", "from sherd.guard import monitor_of", "within a function"),
     ("engine/run/tape.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
     ("comm/mesh.py", "def late():\n    from sherd.guard import board", "comm may not know guard"),
     ("guard/board.py", "from sherd.api import joining", "guard may not know api"),
+    ("api/module.py", "from sherd.fsdp1 import wrapper", "api may not know fsdp1"),
     ("guard/checker.py", "from sherd.engine.run.unit import Unit", "the engine's door"),
-    ("api/wrapper.py", "def late():\n    import sherd.engine.run.hooks", "the engine's door"),
+    ("api/module.py", "def late():\n    import sherd.engine.run.hooks", "the engine's door"),
     ("tools/plan/plan.py", "from sherd.engine import Weights", "the engine's door"),
     ("cli/main.py", "from sherd.engine import run", "the engine's door"),
     ("engine/unit.py", "from sherd.tools.simulate import replay", "engine may not know tools/simulate"),
-    ("api/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "api may not know tools/plan"),
+    ("fsdp1/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "fsdp1 may not know tools/plan"),
     ("memory/report.py", "from sherd.train import loop", "memory may not know train"),
     ("interop/identity.py", "from sherd.cli import words", "interop may not know cli"),
     ("tools/simulate/replay.py", "from sherd.comm import mesh", "tools/simulate may not know comm"),

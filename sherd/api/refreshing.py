@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api.module import optimizers_in, require_module, sharded_units
-from sherd.api.wrapper_state import find_state
-from sherd.engine import Refreshed, Unit, adopt_changes
+from sherd.engine import Refreshed, adopt_changes
 from sherd.requirements import require_bool
 
 __all__ = ["Refreshed", "refresh"]
@@ -55,9 +54,4 @@ def refresh(
     require_bool("refresh(sync_module_states={})", sync_module_states)
     optimizers = optimizers_in("refresh", optimizer)
     sharded_units("refresh", model)
-    return adopt_changes(model, optimizers, sync_module_states, _has_flat_parameter)
-
-
-def _has_flat_parameter(unit: Unit) -> bool:
-    states = [state for module in unit.modules if (state := find_state(module)) is not None]
-    return any(not state.choices.use_orig_params for state in states)
+    return adopt_changes(model, optimizers, sync_module_states)

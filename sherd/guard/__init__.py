@@ -25,6 +25,7 @@ Under `divergence="trust"` nothing is compared, and the engine does not load thi
 `sherd/schedule/path.py` compares the paths of steps, `sherd/schedule/agreed.py` has the agreed order; both are pure.
 """
 
+import itertools
 import weakref
 
 import torch.distributed as dist
@@ -46,13 +47,23 @@ _monitors: weakref.WeakKeyDictionary[
 """By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
 
 
+_asked_for: weakref.WeakKeyDictionary[DivergenceChecker | Coordinator, int] = weakref.WeakKeyDictionary()
+"""When each monitor was asked for the last time, by a number that grows."""
+_numbers = itertools.count()
+
+
 def known_monitor(num_ranks: int, together: set[int]) -> DivergenceChecker | Coordinator | None:
-    """Returns the first monitor of `num_ranks` ranks that has all of `together`, if there is one."""
-    for parent, monitors in list(_monitors.items()):
-        for (_, ranks), monitor in monitors.items():
-            if len(ranks) == num_ranks and together <= {*ranks} and not is_destroyed(parent):
-                return monitor
-    return None
+    """Returns the monitor of `num_ranks` ranks, all of `together` among them, that was asked for last, if there is one.
+
+    Models are sealed in one order on all ranks, so that they take the same one.
+    """
+    found = [
+        monitor
+        for parent, monitors in list(_monitors.items())
+        for (_, ranks), monitor in monitors.items()
+        if len(ranks) == num_ranks and together <= {*ranks} and not is_destroyed(parent)
+    ]
+    return max(found, key=_asked_for.__getitem__, default=None)
 
 
 def monitor_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Coordinator | None:
@@ -77,4 +88,5 @@ def monitor_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Co
             known[policy, ranks] = DivergenceChecker(parent, ranks, mesh.device, board)
         else:
             return None
+    _asked_for[known[policy, ranks]] = next(_numbers)
     return known[policy, ranks]

@@ -35,8 +35,8 @@ from sherd.api.auto_shard import auto_shard, check_arguments
 from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
-from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

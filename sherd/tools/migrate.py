@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.api.fsdp1 import (
+from sherd.api.fully_shard import fully_shard
+from sherd.comm.mesh import default_device_type
+from sherd.errors import PolicyTypeError
+from sherd.fsdp1.arguments import (
     KINDS,
     Ignored,
     ShardingStrategy,
     WrapperArguments,
 )
-from sherd.api.fully_shard import fully_shard
-from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.comm.mesh import default_device_type
-from sherd.errors import PolicyTypeError
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.layout.runs import Flat
 from sherd.policy import MixedPrecisionPolicy
 from sherd.requirements import as_own

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.testing._internal import common_utils
 
-import sherd.api.state_dict_type as kinds
+import sherd.fsdp1.state_dict_type as kinds
 from sherd import FullyShardedDataParallel, RaggedDTensor, ShardedForm
 from sherd.comm import transports
 from sherd.interop import torch_fsdp_identity

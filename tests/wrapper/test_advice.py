@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import sherd
-from sherd.api import advice
+from sherd.fsdp1 import advice
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import Block
 from tests.support.ranks.bodies import on_threads

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import RaggedDTensor, fully_shard
 from sherd.api.module import FSDPModule
-from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine.state.flat import FlatParameter
 from sherd.errors import ModuleError, WrapperStateError
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, build, noise

@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.utils.parametrizations import weight_norm
 
-from sherd.api.fsdp1 import BackwardPrefetch
-from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.fsdp1.arguments import BackwardPrefetch
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.parity.test_precision import train_plain_bfloat16
 from tests.support.comparing import assert_same, whole_params

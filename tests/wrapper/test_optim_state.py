@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import sherd
 from sherd import Flat, RaggedDTensor, flatten_optimizer, fully_shard
 from sherd import FullyShardedDataParallel as FSDP
-from sherd.api.state_dict_type import (
+from sherd.errors import OptimStateError, SherdError
+from sherd.fsdp1.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateKeyType,
@@ -26,7 +27,6 @@ from sherd.api.state_dict_type import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from sherd.errors import OptimStateError, SherdError
 from tests.support.comparing import assert_refused, assert_same, whole
 from tests.support.meshes import mesh_of
 from tests.support.models import noise

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed import fsdp as torchs
 
 from sherd import CommPolicy
-from sherd.api import fsdp1
-from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.fsdp1 import arguments
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.models import Block, build
 
@@ -35,7 +35,7 @@ class Setup:
 
 def wrap(kind, model, setup):
     theirs = kind == "torch"
-    names, cls = (torchs, torchs.FullyShardedDataParallel) if theirs else (fsdp1, FullyShardedDataParallel)
+    names, cls = (torchs, torchs.FullyShardedDataParallel) if theirs else (arguments, FullyShardedDataParallel)
     return cls(
         model,
         sharding_strategy=names.ShardingStrategy[setup.strategy],
@@ -68,7 +68,7 @@ def train(kind, name, setup, micro_batches, max_norm, no_sync):
 
 
 def train_with_both(name, setups, transport, **how):
-    with mock.patch.object(fsdp1.WrapperArguments, "comm", CommPolicy(transport)):
+    with mock.patch.object(arguments.WrapperArguments, "comm", CommPolicy(transport)):
         return [(train("sherd", name, setup, **how), train("torch", name, setup, **how)) for setup in setups]
 
 

@@ -7,8 +7,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import sherd
-from sherd.api.fsdp1 import MixedPrecision
-from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.fsdp1.arguments import MixedPrecision
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.tensor.ragged import local_part
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import assert_same, whole_grads

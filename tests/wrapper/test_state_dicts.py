@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sherd
-from sherd.api.fsdp1 import MixedPrecision, ShardingStrategy
-from sherd.api.state_dict_type import (
+from sherd.api.unsharded import unsharded
+from sherd.errors import PolicyError, PolicyTypeError, StateError, WrapperStateError
+from sherd.fsdp1.arguments import MixedPrecision, ShardingStrategy
+from sherd.fsdp1.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -33,10 +35,8 @@ from sherd.api.state_dict_type import (
     StateDictSettings,
     StateDictType,
 )
-from sherd.api.state_methods import get_state_dict_type, set_state_dict_type, state_dict_type
-from sherd.api.unsharded import unsharded
-from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.errors import PolicyError, PolicyTypeError, StateError, WrapperStateError
+from sherd.fsdp1.state_methods import get_state_dict_type, set_state_dict_type, state_dict_type
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import whole

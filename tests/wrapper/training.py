@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.api.fsdp1 import CPUOffload, MixedPrecision, ShardingStrategy
-from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.fsdp1.arguments import CPUOffload, MixedPrecision, ShardingStrategy
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import Named, plain_name, whole_grads, whole_params
 from tests.support.models import Block, Specimen, build

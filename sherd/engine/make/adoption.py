@@ -10,7 +10,7 @@ All changes are found, planned, and compared between the ranks, before any is ca
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,7 +83,7 @@ class _Change:
         """True if the unit uses parameters of other units than before."""
         return set(self.tied_owners) != set(self.unit.tied_owners)
 
-    def plan(self, is_flat: bool) -> None:
+    def plan(self) -> None:
         """Plan the sharding of the unit's new parameters, and find the units that it borrows from.
 
         Raises:
@@ -95,7 +95,7 @@ class _Change:
         altered = [*(each.name for each in self.added), *(each.name for each in self.dropped), *self.retied]
         if self.borrows_anew:
             altered += [each.record.name for each in self.borrowed]
-        if is_flat and altered:
+        if altered and _is_flat(unit):
             raise UnsupportedError(
                 f"refresh: {in_short(altered)} changed in unit {unit.name}, whose parameters are one flat parameter, "
                 "and that cannot grow or shrink (requires_grad may change). Wrap with use_orig_params=True; or wrap "
@@ -132,9 +132,7 @@ class _Change:
         return added + dropped + [f"tied {each}" for each in self.retied] + turned
 
 
-def adopt_changes(
-    model: nn.Module, optimizers: Sequence[Optimizer], from_rank0: bool, has_flat_parameter: Callable[[Unit], bool]
-) -> Refreshed:
+def adopt_changes(model: nn.Module, optimizers: Sequence[Optimizer], from_rank0: bool) -> Refreshed:
     """Take all changes below `model`, and in the models that its units are part of, into the units.
 
     Raises:
@@ -159,7 +157,7 @@ def adopt_changes(
     try:
         changes = _changes(units, names)
         for change in changes:
-            change.plan(has_flat_parameter(change.unit))
+            change.plan()
     except SherdError as raised:
         # Kept for `_require_agreement`: the other ranks wait there for this rank's answer
         # (test_ranks_that_differ_all_raise_the_same).
@@ -304,6 +302,10 @@ def _require_agreement(units: Sequence[Unit], changes: Sequence[_Change], error:
 # Doing it
 
 
+def _is_flat(unit: Unit) -> bool:
+    return any(record.flat is not None for record in unit.parameters)
+
+
 @torch.no_grad()
 def _carry_out(change: _Change) -> list[ShardedParameter]:
     """Make the unit fit its modules. Returns the records of the new parameters."""
@@ -313,7 +315,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
             record.hang_on(places)
             record.notice_replaced()
     adopted = shard(change.added, change.plans, unit.place)
-    if any(record.flat is not None for record in unit.parameters):
+    if _is_flat(unit):
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:

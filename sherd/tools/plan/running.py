@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from sherd.api.blocks import repeated_blocks
 from sherd.api.module import FSDPModule
-from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine import BoundForward, Unit
 from sherd.errors import StateError, UnsupportedError
+from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.optim.matrix import MatrixOptimizer
 from sherd.schedule.state import Keep
 from sherd.tensor.structures import tensors_in

@@ -22,14 +22,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import asked_by_checkpointing, full_of_sharded_tensor, is_sharded_tensor, local_tensor, spec_of
-from sherd.api.extensions import has_own
-from sherd.api.fsdp1 import ShardingStrategy, devices_here
-from sherd.api.state_dict_type import ShardedForm, StateDict, StateDictType
-from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.comm.mesh import permuted
 from sherd.engine import FlatParameter, ShardedParameter, Unit, UnshardedCopies
 from sherd.errors import PlacementError
+from sherd.fsdp1.arguments import ShardingStrategy, devices_here
+from sherd.fsdp1.extensions import has_own
+from sherd.fsdp1.state_dict_type import ShardedForm, StateDict, StateDictType
+from sherd.fsdp1.wrapper_state import WrapperState, find_state, state_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 from sherd.tensor.relayout import around, as_rows, full_of, lies_as, on_mesh_device
 from sherd.wrap.names import WRAPPED, plain_name

@@ -14,8 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.api import advice
-from sherd.api.state_dict_type import (
+from sherd.checkpoint.catalog import Catalog, plain_key
+from sherd.checkpoint.loading import from_rank0, to_load
+from sherd.checkpoint.saving import Form, state_by_name
+from sherd.errors import OptimStateError, WrapperStateError
+from sherd.fsdp1 import advice
+from sherd.fsdp1.state_dict_type import (
     CONFIGS,
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -25,11 +29,7 @@ from sherd.api.state_dict_type import (
     StateDictSettings,
     StateDictType,
 )
-from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.checkpoint.catalog import Catalog, plain_key
-from sherd.checkpoint.loading import from_rank0, to_load
-from sherd.checkpoint.saving import Form, state_by_name
-from sherd.errors import OptimStateError, WrapperStateError
+from sherd.fsdp1.wrapper_state import WrapperState, find_state
 from sherd.requirements import as_own, require_type
 
 # The kind of state dict

@@ -25,9 +25,16 @@ from sherd._torch import (
     in_functional_call,
     is_tensor_parallel,
 )
-from sherd.api import advice, comm_hook, materialize, state_dicts, state_methods
-from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
-from sherd.api.fsdp1 import (
+from sherd.api.module import FSDPModule, require_module
+from sherd.api.placements import Placements, rule_of
+from sherd.api.swap_class import deep_copy
+from sherd.api.unsharded import unsharded
+from sherd.clip import clip_grad_norm_
+from sherd.comm.mesh import DataMesh
+from sherd.engine import FlatParameter, ParameterOwnership, Runtime, ShardingRequest, make_unit
+from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
+from sherd.fsdp1 import advice, comm_hook, materialize, state_dicts, state_methods
+from sherd.fsdp1.arguments import (
     KINDS,
     BackwardPrefetch,
     CPUOffload,
@@ -36,15 +43,8 @@ from sherd.api.fsdp1 import (
     ShardingStrategy,
     WrapperArguments,
 )
-from sherd.api.module import FSDPModule, require_module
-from sherd.api.placements import Placements, rule_of
-from sherd.api.swap_class import deep_copy
-from sherd.api.unsharded import unsharded
-from sherd.api.wrapper_state import WrapperState, before_forward, find_state
-from sherd.clip import clip_grad_norm_
-from sherd.comm.mesh import DataMesh
-from sherd.engine import FlatParameter, ParameterOwnership, Runtime, ShardingRequest, make_unit
-from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
+from sherd.fsdp1.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
+from sherd.fsdp1.wrapper_state import WrapperState, before_forward, find_state
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.requirements import as_own
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose

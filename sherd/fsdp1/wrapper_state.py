@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd._torch import is_tensor_parallel, steps_in_backward
-from sherd.api import materialize
-from sherd.api.extensions import FSDPExtensions
-from sherd.api.fsdp1 import ShardingStrategy, WrapperArguments
-from sherd.api.state_dict_type import StateDictSettings, default_settings
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, UnsupportedError
+from sherd.fsdp1 import materialize
+from sherd.fsdp1.arguments import ShardingStrategy, WrapperArguments
+from sherd.fsdp1.extensions import FSDPExtensions
+from sherd.fsdp1.state_dict_type import StateDictSettings, default_settings
 from sherd.wrap.names import WRAPPED
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, give_attributes
-from sherd.api import advice
-from sherd.api.fsdp1 import Ignored, WrapperArguments
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, PolicyTypeError
+from sherd.fsdp1 import advice
+from sherd.fsdp1.arguments import Ignored, WrapperArguments
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.structures import map_tensors
 
