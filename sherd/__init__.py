@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from sherd.api.weights_out import iter_full_parameters as iter_full_parameters
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
-    from sherd.checkpoint.changes import WeightMark as WeightMark
-    from sherd.checkpoint.deltas import WeightDelta as WeightDelta
-    from sherd.checkpoint.deltas import WeightReceiver as WeightReceiver
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
+    from sherd.deltas.delta import WeightDelta as WeightDelta
+    from sherd.deltas.delta import WeightReceiver as WeightReceiver
+    from sherd.deltas.marks import WeightMark as WeightMark
     from sherd.engine import FlatParameter as FlatParameter
     from sherd.errors import SherdError as SherdError
     from sherd.fsdp1.arguments import BackwardPrefetch as BackwardPrefetch
@@ -144,9 +144,9 @@ _HOMES = {
     "StateDictType": "sherd.fsdp1.state_dict_type",
     "StepsInBackward": "sherd.backward_steps",
     "UnshardHandle": "sherd.api.module",
-    "WeightDelta": "sherd.checkpoint.deltas",
-    "WeightMark": "sherd.checkpoint.changes",
-    "WeightReceiver": "sherd.checkpoint.deltas",
+    "WeightDelta": "sherd.deltas.delta",
+    "WeightMark": "sherd.deltas.marks",
+    "WeightReceiver": "sherd.deltas.delta",
     "accumulate": "sherd.api.accumulate",
     "async_save": "sherd.api.checkpoints",
     "auto_shard": "sherd.api.auto_shard",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TypeVar, overload
+from typing import Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,6 @@ from torch import nn
 
 from sherd.api.module import require_module
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.changes import WeightMark, all_changes, own_changes
-from sherd.checkpoint.deltas import WeightDelta
 from sherd.checkpoint.full_tensors import FullTensors
 from sherd.engine import Runtime
 from sherd.errors import PolicyError
@@ -21,6 +18,29 @@ from sherd.requirements import require_bool, require_floating_dtype, require_int
 
 BUCKET_BYTES = 64 << 20
 Item = TypeVar("Item")
+
+
+class Change(Protocol):
+    """What has changed in a tensor, as `sherd.WeightDelta`."""
+
+    def to(self: Item, device: torch.device) -> Item:
+        """Returns the change with its tensors on `device`."""
+
+
+Changed = TypeVar("Changed", bound=Change, covariant=True)
+
+
+@runtime_checkable
+class Mark(Protocol[Changed]):
+    """What was last sent of a model's weights, as `sherd.WeightMark`. Both methods move it on."""
+
+    def own_changes(self, tensors: FullTensors, names: Sequence[str], rank: int) -> Iterator[Changed]:
+        """Yields what has changed in this rank's shards of the tensors `names`, without communication."""
+
+    def all_changes(
+        self, tensors: FullTensors, names: Sequence[str], bucket_bytes: int, shown: bool
+    ) -> Iterator[Changed]:
+        """Yields what has changed in the tensors `names`, nothing unless `shown`. All ranks must call it."""
 
 
 @overload
@@ -42,9 +62,9 @@ def iter_full_parameters(
     *,
     buffers: bool = ...,
     rank0_only: bool = ...,
-    changed_since: WeightMark,
+    changed_since: Mark[Changed],
     own_part: bool = ...,
-) -> Iterator[WeightDelta]: ...
+) -> Iterator[Changed]: ...
 def iter_full_parameters(
     model: nn.Module,
     bucket_bytes: int = BUCKET_BYTES,
@@ -53,9 +73,9 @@ def iter_full_parameters(
     *,
     buffers: bool = False,
     rank0_only: bool = False,
-    changed_since: WeightMark | None = None,
+    changed_since: Mark[Changed] | None = None,
     own_part: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]] | Iterator[WeightDelta]:
+) -> Iterator[tuple[str, torch.Tensor]] | Iterator[Changed]:
     """Iterate over the names and unsharded values of all parameters, in the model's order, on all ranks together.
 
         for name, weight in sherd.iter_full_parameters(model, dtype=torch.bfloat16):
@@ -114,9 +134,7 @@ def iter_full_parameters(
     require_type("iter_full_parameters(to=...): expected a device or its name", to, torch.device | str | None)
     require_bool("iter_full_parameters(buffers={})", buffers)
     require_bool("iter_full_parameters(rank0_only={})", rank0_only)
-    require_type(
-        "iter_full_parameters(changed_since=...): expected a sherd.WeightMark", changed_since, WeightMark | None
-    )
+    require_type("iter_full_parameters(changed_since=...): expected a sherd.WeightMark", changed_since, Mark | None)
     require_bool("iter_full_parameters(own_part={})", own_part)
     if own_part and (changed_since is None or rank0_only):
         raise PolicyError(
@@ -134,10 +152,10 @@ def iter_full_parameters(
     )
     if changed_since is not None:
         if own_part:
-            deltas = own_changes(tensors, wanted, changed_since, rank)
+            deltas = changed_since.own_changes(tensors, wanted, rank)
         else:
-            deltas = _together(tensors, words, all_changes(tensors, wanted, changed_since, bucket_bytes, shown))
-        return deltas if device is None else (_moved(delta, device) for delta in deltas)
+            deltas = _together(tensors, words, changed_since.all_changes(tensors, wanted, bucket_bytes, shown))
+        return deltas if device is None else (delta.to(device) for delta in deltas)
     named = _together(tensors, words, tensors.read(wanted, bucket_bytes, shown))
     return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in named)
 
@@ -146,8 +164,3 @@ def _together(tensors: FullTensors, words: Sequence[str], reading: Iterator[Item
     """Yields what `reading` yields, once all ranks read with the same arguments."""
     Runtime.agree_on_call(tensors.units, "reads out full parameters", words)
     yield from reading
-
-
-def _moved(delta: WeightDelta, device: torch.device) -> WeightDelta:
-    positions = None if delta.positions is None else delta.positions.to(device)
-    return replace(delta, values=delta.values.to(device), positions=positions)

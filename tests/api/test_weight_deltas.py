@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from bench.peak import live_bytes
 from sherd._torch import local_tensor
-from sherd.checkpoint.changes import _is_later_slice, _position_dtype, _positions, _Way
-from sherd.checkpoint.deltas import bits_of
 from sherd.checkpoint.full_tensors import Full
+from sherd.deltas.delta import bits_of
+from sherd.deltas.marks import _is_later_slice, _position_dtype, _positions, _Way
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, StateError, UnsupportedError
 from sherd.layout.boxes import Box
 from tests.api.checks import named_mesh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -58,6 +58,11 @@ class WeightDelta:
     def nbytes(self) -> int:
         """The bytes of values and positions."""
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+    def to(self, device: torch.device) -> WeightDelta:
+        """Returns the delta with its tensors on `device`."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return replace(self, values=self.values.to(device), positions=positions)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # A view would be pickled with its bucket, and pickle does not know the 8-bit floats (torch 2.13).

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.deltas import WeightDelta, bits_of
 from sherd.checkpoint.full_tensors import Full, FullTensors
 from sherd.checkpoint.gathering import gathers_itself
 from sherd.checkpoint.pieces import pieces_here
@@ -29,6 +28,7 @@ from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.comm.groups import group_of
 from sherd.comm.transport import Sizes
 from sherd.comm.transports import transport_of
+from sherd.deltas.delta import WeightDelta, bits_of
 from sherd.errors import StateError, UnsupportedError, in_short
 from sherd.layout.boxes import Box, start_of_run, whole
 from sherd.policy import CommPolicy
@@ -80,6 +80,67 @@ class WeightMark:
     def at(self) -> str:
         """The mark that the last delta leads to, as "stream:number"."""
         return f"{self._stream}:{self._number}"
+
+    # What `iter_full_parameters` asks
+
+    def own_changes(self, tensors: FullTensors, names: Sequence[str], rank: int) -> Iterator[WeightDelta]:
+        """Yields what has changed in this rank's shards of the tensors `names`, without communication.
+
+        Of elements on several ranks, the first rank yields the changes, as far as the meshes of the model's tensors
+        tell.
+        """
+        stream = self._begin(tensors, rank, names)
+        meshes = [each.device_mesh.mesh for each in tensors.by_name.values() if isinstance(each, DTensor)]
+        widest = max(meshes, key=torch.Tensor.numel, default=torch.zeros(1))
+        for name in names:
+            tensors.require_readable()
+            if _is_made(tensors, name):
+                raise UnsupportedError(
+                    f"iter_full_parameters(own_part=True): {name} is put together from all ranks' parts by a function "
+                    "of its own; leave own_part out"
+                )
+            tensor, full = tensors.by_name[name], tensors.described[name]
+            is_sent = rank == widest.flatten()[0]
+            if isinstance(tensor, DTensor) and tensor.numel():
+                places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
+                is_copy = any(at for placement, at in places if placement.is_replicate())
+                is_sent = not is_copy and not _is_later_slice(tensor.device_mesh.mesh, widest)
+            pieces, changes = self.changes_of(tensors, name) if is_sent else ([], None)
+            for number, (box, part) in enumerate(pieces):
+                where, values = (box.offsets, part) if changes is None else changes[number]
+                if changes is None or _takes_more(values.numel(), box.numel, full):
+                    where, values = box.offsets, part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
+                if changes is None or values.numel():
+                    yield self._delta(stream, name, full.shape, where, values)
+        self._end(stream)
+
+    def all_changes(
+        self, tensors: FullTensors, names: Sequence[str], bucket_bytes: int, shown: bool
+    ) -> Iterator[WeightDelta]:
+        """Yields what has changed in the tensors `names`, in order; nothing unless `shown`.
+
+        All ranks must read the same names to their end, or stop behind the same name.
+        """
+        self._begin(tensors, None, names)
+        self._agree(tensors)
+        stream = self._stream
+        for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
+            tensors.require_readable()
+            joined = _joined(tensors, members, self)
+            reading = tensors.read([name for name in members if name not in joined], bucket_bytes, shown)
+            for name in members if shown else ():
+                if name not in joined:
+                    value = next(reading)[1]
+                    yield self._delta(stream, name, value.shape, (0,) * value.dim(), value)
+                    continue
+                positions, values = joined.pop(name)
+                if positions.numel():
+                    yield self._delta(stream, name, tensors.described[name].shape, positions, values)
+            for _ in reading:  # ranks that show nothing take part, too
+                pass
+        self._end(stream)
+
+    # The chain
 
     def _begin(self, tensors: FullTensors, part: int | None, names: Sequence[str]) -> str:
         """Begin a loop over `names`, of all ranks or of the rank `part`, and return its stream."""
@@ -142,7 +203,9 @@ class WeightMark:
         plain, values = without_wrappers(name), _elements_of(name, values)
         return WeightDelta(plain, tuple(shape), since, self.at, values, positions, offsets, self._part)
 
-    def _changes(self, tensors: FullTensors, name: str) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
+    def changes_of(
+        self, tensors: FullTensors, name: str
+    ) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
         """Returns this rank's pieces of a tensor, and the changes of each, which count as sent from now on.
 
         None: everything, since these pieces, in this dtype, were not sent before.
@@ -219,40 +282,6 @@ def _is_made(tensors: FullTensors, name: str) -> bool:
     return record is not None and (record.restored is not None or gathers_itself(record))
 
 
-# The own part of each rank
-
-
-def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, rank: int) -> Iterator[WeightDelta]:
-    """Yields what has changed in this rank's shards of the tensors `names`, without communication.
-
-    Of elements on several ranks, the first rank yields the changes, as far as the meshes of the model's tensors tell.
-    """
-    stream = mark._begin(tensors, rank, names)
-    meshes = [each.device_mesh.mesh for each in tensors.by_name.values() if isinstance(each, DTensor)]
-    widest = max(meshes, key=torch.Tensor.numel, default=torch.zeros(1))
-    for name in names:
-        tensors.require_readable()
-        if _is_made(tensors, name):
-            raise UnsupportedError(
-                f"iter_full_parameters(own_part=True): {name} is put together from all ranks' parts by a function of "
-                "its own; leave own_part out"
-            )
-        tensor, full = tensors.by_name[name], tensors.described[name]
-        is_sent = rank == widest.flatten()[0]
-        if isinstance(tensor, DTensor) and tensor.numel():
-            places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
-            is_copy = any(at for placement, at in places if placement.is_replicate())
-            is_sent = not is_copy and not _is_later_slice(tensor.device_mesh.mesh, widest)
-        pieces, changes = mark._changes(tensors, name) if is_sent else ([], None)
-        for number, (box, part) in enumerate(pieces):
-            where, values = (box.offsets, part) if changes is None else changes[number]
-            if changes is None or _takes_more(values.numel(), box.numel, full):
-                where, values = box.offsets, part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
-            if changes is None or values.numel():
-                yield mark._delta(stream, name, full.shape, where, values)
-    mark._end(stream)
-
-
 def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:
     """Returns whether `mesh` is a slice of `widest`, and not the first: as [1, 3], but not [0, 2], of 2 x 2 ranks."""
     found = torch.isin(widest, mesh).nonzero()
@@ -261,41 +290,11 @@ def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:
     return mesh.ndim < widest.ndim and len(found) == mesh.numel() == numel and bool(found[0].any())
 
 
-# The changes of all ranks
-
-
-def all_changes(
-    tensors: FullTensors, names: Sequence[str], mark: WeightMark, bucket_bytes: int, shown: bool
-) -> Iterator[WeightDelta]:
-    """Yields what has changed in the tensors `names`, in order; nothing unless `shown`.
-
-    All ranks must read the same names to their end, or stop behind the same name.
-    """
-    mark._begin(tensors, None, names)
-    mark._agree(tensors)
-    stream = mark._stream
-    for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
-        tensors.require_readable()
-        joined = _joined(tensors, members, mark)
-        reading = tensors.read([name for name in members if name not in joined], bucket_bytes, shown)
-        for name in members if shown else ():
-            if name not in joined:
-                value = next(reading)[1]
-                yield mark._delta(stream, name, value.shape, (0,) * value.dim(), value)
-                continue
-            positions, values = joined.pop(name)
-            if positions.numel():
-                yield mark._delta(stream, name, tensors.described[name].shape, positions, values)
-        for _ in reading:  # ranks that show nothing take part, too
-            pass
-    mark._end(stream)
-
-
 def _joined(tensors: FullTensors, names: Sequence[str], mark: WeightMark) -> dict[str, Changed]:
     """Returns the changes of all ranks in the tensors `names`, without those that are to be gathered as a whole."""
     ways: dict[_Way, dict[str, list[Changed] | None]] = {}
     for name in names:
-        changes = None if _is_made(tensors, name) else mark._changes(tensors, name)[1]
+        changes = None if _is_made(tensors, name) else mark.changes_of(tensors, name)[1]
         ways.setdefault(_way_of(tensors, name), {})[name] = changes
     joined: dict[str, Changed] = {}
     for way, found in ways.items():
