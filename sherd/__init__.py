@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from sherd.api.ema import Ema as Ema
     from sherd.api.fully_shard import fully_shard as fully_shard
     from sherd.api.fully_shard import replicate as replicate
-    from sherd.api.guarded_step import step as step
-    from sherd.api.joining import join as join
     from sherd.api.module import FSDPModule as FSDPModule
     from sherd.api.module import GradientReductionHandle as GradientReductionHandle
     from sherd.api.module import UnshardHandle as UnshardHandle
@@ -91,6 +89,8 @@ if TYPE_CHECKING:
     from sherd.tools.plan.plan import plan as plan
     from sherd.tools.verify.equivalence import verify_equivalence as verify_equivalence
     from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
+    from sherd.uneven.guarded_step import step as step
+    from sherd.uneven.joining import join as join
 
 __version__ = "0.2.0"
 
@@ -156,7 +156,7 @@ _HOMES = {
     "flatten_optimizer": "sherd.optim",
     "fully_shard": "sherd.api.fully_shard",
     "iter_full_parameters": "sherd.api.weights_out",
-    "join": "sherd.api.joining",
+    "join": "sherd.uneven.joining",
     "load": "sherd.api.checkpoints",
     "memory_report": "sherd.memory.report",
     "plan": "sherd.tools.plan.plan",
@@ -167,7 +167,7 @@ _HOMES = {
     "save_pretrained": "sherd.api.save_pretrained",
     "selective_contexts": "sherd.api.recompute",
     "share_comm_ctx": "sherd.api.module",
-    "step": "sherd.api.guarded_step",
+    "step": "sherd.uneven.guarded_step",
     "step_in_backward": "sherd.backward_steps",
     "track_memory": "sherd.memory.report",
     "unsharded": "sherd.api.unsharded",

@@ -51,7 +51,7 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (38572, 32000),
+    "lines of the library": (38618, 32000),
     "lines of the optimizers": (3190, 1500),
     "lines of the adapters": (1614, 1500),
     "lines of the tools": (13923, 12000),

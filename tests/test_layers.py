@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # package's own __init__, which says where public names are.
 RULE = """
 errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
-< engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < fsdp1 | deltas < interop
+< engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api
+< fsdp1 | deltas | uneven < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
 < _moved, sherd < train < cli < __main__
 """
@@ -26,8 +27,6 @@ TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.expl
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
 MOST_ENGINE_NAMES = 20
 """The most names in sherd/engine/__init__.py. The rest of sherd imports nothing else of the engine."""
-DOORS = {"engine/run/monitor.py": "sherd.guard"}
-"""By file: the plug-in of a higher layer that it loads when a program needs it, from within a function."""
 WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}
 RIVALS = (
     "torch.distributed.fsdp",
@@ -35,8 +34,6 @@ RIVALS = (
     "torch.distributed._composable.replicate",
     "torch.distributed._composable.replicate_with_fsdp",
 )
-
-FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 LEVELS = [re.findall(r"[\w/]+", level) for level in RULE.split("<")]
 LEVEL_OF = {layer: number for number, level in enumerate(LEVELS) for layer in level}
@@ -82,16 +79,13 @@ def is_private(name: str) -> bool:
     return any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
-def broken_rules(path: Path, name: str, is_loaded_at_once: bool) -> Iterator[str]:
-    """What is wrong with the file `path` of sherd/ importing `name`, in words. `is_loaded_at_once`: with the file."""
+def broken_rules(path: Path, name: str) -> Iterator[str]:
+    """What is wrong with the file `path` of sherd/ importing `name`, in words."""
     layer, room = layer_of(places_in(path)), room_of(path.parts[:-1])
     if is_under(name, "sherd") and name != "sherd.__version__":
         parts = tuple(name.split(".")[1:])
         other, other_room = layer_of(parts), room_of(parts)
-        if is_under(name, DOORS.get(path.as_posix(), "nothing")):
-            if is_loaded_at_once:
-                yield f"{name} is loaded when a program needs it: import it within a function"
-        elif not may_know(layer, other):
+        if not may_know(layer, other):
             yield f"{layer} may not know {other}"
         elif other == "engine" and layer != "engine" and name not in doors_names():
             yield "the engine's door is sherd/engine/__init__.py: import one of its names"
@@ -139,9 +133,8 @@ def violations(package: Path) -> list[str]:
             found.append(f"sherd/{path}: {where} has no place in the rule; give it one in {Path(__file__).name}")
             continue
         tree, package_of = ast.parse(file.read_text()), ("sherd", *path.parts[:-1])
-        within = {each for node in ast.walk(tree) if isinstance(node, FUNCTION) for each in imported(node, package_of)}
         for line, name in imported(tree, package_of):
-            broken = broken_rules(path, name, (line, name) not in within)
+            broken = broken_rules(path, name)
             found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken]
     return found
 
@@ -180,12 +173,12 @@ WRONG = [
     ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
     ("fsdp1/wrapper.py", "from .. import fully_shard", "fsdp1 may not know sherd"),
-    ("engine/run/monitor.py", "from sherd.guard import monitor_of", "within a function"),
-    ("engine/run/tape.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
+    ("engine/run/monitor.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
     ("comm/mesh.py", "def late():\n    from sherd.guard import board", "comm may not know guard"),
-    ("guard/board.py", "from sherd.api import joining", "guard may not know api"),
+    ("guard/board.py", "from sherd.api import module", "guard may not know api"),
     ("api/module.py", "from sherd.fsdp1 import wrapper", "api may not know fsdp1"),
     ("deltas/marks.py", "from sherd.fsdp1 import wrapper", "deltas may not know fsdp1"),
+    ("guard/checker.py", "from sherd.uneven import coordinator", "guard may not know uneven"),
     ("guard/checker.py", "from sherd.engine.run.unit import Unit", "the engine's door"),
     ("api/module.py", "def late():\n    import sherd.engine.run.hooks", "the engine's door"),
     ("tools/plan/plan.py", "from sherd.engine import Weights", "the engine's door"),
@@ -224,7 +217,6 @@ RIGHT = [
     ("optim.py", "from sherd.checkpoint import files"),
     ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
     ("api/auto_shard.py", "from sherd.wrap import choose"),
-    ("engine/run/monitor.py", "def late():\n    from sherd.guard import monitor_of"),
     ("guard/checker.py", "from sherd.engine import Unit\nfrom sherd.schedule import path"),
     ("tools/simulate/replay.py", "from sherd import layout, schedule, policy"),
     ("tools/doctor/machine.py", "from sherd import __version__\nfrom sherd.tools.plan.plan import Plan"),

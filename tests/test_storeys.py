@@ -47,7 +47,7 @@ def test_the_wrapper_loads_the_library_alone_and_a_plan_loads_no_trainer():
 
 def test_the_core_loads_no_room_that_plugs_in():
     names = "fully_shard, clip_grad_norm_, iter_full_parameters, load, memory_report, refresh, save, unsharded, Muon"
-    rooms = {"fsdp1", "deltas", "interop"}
+    rooms = {"fsdp1", "deltas", "interop", "uneven"}
     assert not [each for each in loaded_by(f"from sherd import {names}") if rooms & {*each.split(".")}]
 
 

@@ -20,14 +20,14 @@ BUCKET_BYTES = 64 << 20
 Item = TypeVar("Item")
 
 
-class Change(Protocol):
+class TensorChange(Protocol):
     """What has changed in a tensor, as `sherd.WeightDelta`."""
 
     def to(self: Item, device: torch.device) -> Item:
         """Returns the change with its tensors on `device`."""
 
 
-Changed = TypeVar("Changed", bound=Change, covariant=True)
+Changed = TypeVar("Changed", bound=TensorChange, covariant=True)
 
 
 @runtime_checkable

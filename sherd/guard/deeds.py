@@ -11,6 +11,7 @@ A parameter of which one rank holds all elements (`Owned()`) is that rank's busi
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import weakref
 from collections import Counter
@@ -21,12 +22,12 @@ from operator import not_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import gradients_of, in_backward, users_line
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import in_short
-from sherd.guard.attempt import not_finite
 from sherd.tensor.optimizers import are_same
 from sherd.tensor.ragged import local_part
 
@@ -264,3 +265,16 @@ def _plain(value: object) -> object:
     if type(value) is torch.Tensor and value.numel() == 1 and value.device.type == "cpu":
         return value.item()
     return _NOT_PLAIN
+
+
+def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]:
+    """Returns the names of parameters whose pieces, of themselves or of their gradients, hold an inf or a nan."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, piece in pieces:
+        if piece.numel():  # an empty tensor has no largest element
+            by_device.setdefault(piece.device, []).append(piece)
+    # One norm for all pieces of a device, so that the host waits once per device where all are finite.
+    norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
+    if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
+        return []
+    return [ShardedParameter.name_of(parameter) for parameter, piece in pieces if not bool(piece.isfinite().all())]

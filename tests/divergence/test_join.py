@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd._torch import imagined_ranks
 from sherd.errors import CommError, ModuleError, PolicyError, SherdError
-from sherd.guard.coordinator import Coordinator
+from sherd.uneven.coordinator import Coordinator
 from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_calls, sharded
 from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.ranks import RanksFailed

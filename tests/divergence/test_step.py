@@ -24,7 +24,7 @@ from sherd.comm.objects import all_gather_objects
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
-from sherd.guard.coordinator import Coordinator
+from sherd.uneven.coordinator import Coordinator
 from tests.divergence.programs import WIDTH, hybrid, joined, num_calls
 from tests.support.comparing import assert_same
 from tests.support.ranks import RanksFailed

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.schedule import agreed
-from sherd.schedule.agreed import AgreedOrder, AgreedStep, Proposal, StepKind
+from sherd.uneven import agreed
+from sherd.uneven.agreed import AgreedOrder, AgreedStep, Proposal, StepKind
 
 TRAIN, EVAL = 0, 1
 LEAVE = AgreedStep(StepKind.LEAVE)

@@ -107,7 +107,7 @@ class Construction:
 constructions: weakref.WeakKeyDictionary[Unit, Construction] = weakref.WeakKeyDictionary()
 
 LIBRARY = Path(__file__).parents[2]
-TRACED = {"api", "fsdp1", "interop", "memory", "wrap", "tools", "train", "cli"}
+TRACED = {"api", "fsdp1", "uneven", "interop", "memory", "wrap", "tools", "train", "cli"}
 """Packages with models of their own, or with functions that call the user's."""
 
 

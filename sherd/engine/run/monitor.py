@@ -1,27 +1,33 @@
 """The monitors of a model: objects that see each collective of its units before the start, so that no rank hangs.
 
-The engine knows this protocol only. The implementations are a plug-in, `sherd/guard/`, which is loaded when the first
-model is sealed whose ranks may differ.
+The engine knows this protocol only. The implementations are plug-ins, `sherd/guard/` and `sherd/uneven/`, of which one
+is loaded when a model is sealed whose ranks may differ.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Protocol
 
 import torch.distributed as dist
 
 from sherd.comm.failures import Groups, listen
-from sherd.comm.groups import default_group
+from sherd.comm.groups import default_group, group_of, is_destroyed
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit, meshes
 from sherd.errors import MeshError, PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
+
+PLUG_INS = {"error": "sherd.guard", "join": "sherd.uneven"}
+"""By `CommPolicy.divergence`: the package whose `make_monitor(parent, ranks, mesh)` makes the monitor of a mesh, or
+returns None where there can be none."""
 
 
 class CollectiveMonitor(Protocol):
@@ -50,6 +56,15 @@ class CollectiveMonitor(Protocol):
 
     def agrees(self, what: str, terms: Sequence[str], units: Sequence[Unit]) -> None:
         """Return when all ranks make a call, `what` in words, with these `terms`, and replicas have `units` alike."""
+
+
+_monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], CollectiveMonitor]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
+_asked_for: weakref.WeakKeyDictionary[CollectiveMonitor, int] = weakref.WeakKeyDictionary()
+"""When each monitor was asked for the last time, by a number that grows."""
+_numbers = itertools.count()
 
 
 def agree_on_call(units: Sequence[Unit], what: str, terms: Sequence[str], with_values: bool = False) -> None:
@@ -101,8 +116,7 @@ def _announced(groups: Groups, what: str, purpose: str, is_rare: bool) -> Abstra
         return nullcontext()
     # Monitors live as long as their groups. Meshes go with their models, on each rank at another moment, so they are
     # asked only before the first model is sealed.
-    guard = sys.modules.get("sherd.guard")
-    monitor: CollectiveMonitor | None = None if guard is None else guard.known_monitor(num_ranks, together)
+    monitor = _known_monitor(num_ranks, together)
     if monitor is None:
         found = (mesh for ranks, mesh in list(meshes.items()) if len(ranks) == num_ranks and together <= {*ranks})
         mesh = next(found, None)
@@ -140,10 +154,30 @@ def _monitor_of(mesh: DataMesh) -> CollectiveMonitor | None:
     sends = not (comm.fake_all_gather or comm.fake_reduce)
     if len(ranks) == 1 or comm.divergence == "trust" or not sends or dist.get_backend(default_group()) == "fake":
         return None
-    # The only import of the plug-in in the engine, within a function: a single rank does without the plug-in.
-    from sherd.guard import monitor_of
+    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else default_group()
+    known, key = _monitors.setdefault(parent, {}), (comm.divergence, ranks)
+    if key not in known:
+        # By name, and only here: a single rank does without the plug-ins.
+        monitor: CollectiveMonitor | None = import_module(PLUG_INS[comm.divergence]).make_monitor(parent, ranks, mesh)
+        if monitor is None:
+            return None
+        known[key] = monitor
+    _asked_for[known[key]] = next(_numbers)
+    return known[key]
 
-    return monitor_of(mesh, ranks)
+
+def _known_monitor(num_ranks: int, together: set[int]) -> CollectiveMonitor | None:
+    """Returns the monitor of `num_ranks` ranks, all of `together` among them, that was asked for last, if there is one.
+
+    Models are sealed in one order on all ranks, so that they take the same one.
+    """
+    found = [
+        monitor
+        for parent, monitors in list(_monitors.items())
+        for (_, ranks), monitor in monitors.items()
+        if len(ranks) == num_ranks and together <= {*ranks} and not is_destroyed(parent)
+    ]
+    return max(found, key=_asked_for.__getitem__, default=None)
 
 
 def monitored(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sherd.api.module import optimizers_in, require_module, sharded_units
 from sherd.engine import Runtime, Unit
 from sherd.errors import PolicyError
-from sherd.guard import Coordinator
+from sherd.uneven.coordinator import Coordinator
 from sherd.wrap import outermost
 
 Batch = TypeVar("Batch")

@@ -31,13 +31,13 @@ from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import exchange_objects, start_all_gather
 from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import CommError, StateError, in_short
-from sherd.guard.attempt import Attempt, Failure, StepAborted
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import PlannedCollective, differently_made, model_number
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
-from sherd.schedule.agreed import AgreedOrder, AgreedStep, Proposal, StepKind, choose
 from sherd.schedule.state import Live
 from sherd.tensor.ragged import local_part
+from sherd.uneven.agreed import AgreedOrder, AgreedStep, Proposal, StepKind, choose
+from sherd.uneven.attempt import Attempt, Failure, StepAborted
 
 VOTE = struct.Struct("<6q")
 """The wanted step's kind, which and detail, the rank's flags and number of units, `model_number` of a `BEGIN` or 0."""

@@ -8,19 +8,17 @@ the body ends               DONE                  go on, once all ranks have vot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine import ShardedParameter, Unit
+from sherd.engine import Unit
 from sherd.errors import in_short
-from sherd.guard.snapshot import Snapshot
+from sherd.guard.deeds import not_finite
 from sherd.tensor.ragged import local_part
+from sherd.uneven.snapshot import Snapshot
 
 
 class AttemptReport(NamedTuple):
@@ -151,16 +149,3 @@ class Attempt:
         if self._has_stepped:
             for unit in self._units:
                 unit.shards_written()
-
-
-def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]:
-    """Returns the names of parameters whose pieces, of themselves or of their gradients, hold an inf or a nan."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, piece in pieces:
-        if piece.numel():  # an empty tensor has no largest element
-            by_device.setdefault(piece.device, []).append(piece)
-    # One norm for all pieces of a device, so that the host waits once per device where all are finite.
-    norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
-    if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
-        return []
-    return [ShardedParameter.name_of(parameter) for parameter, piece in pieces if not bool(piece.isfinite().all())]

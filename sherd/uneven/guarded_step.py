@@ -15,15 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sherd.api.joining import coordinated
 from sherd.api.module import optimizers_in, require_module
 from sherd.comm.failures import own_rank
 from sherd.engine import Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
-from sherd.guard import Attempt, Coordinator, Failure, StepAborted
-from sherd.guard.snapshot import Snapshot
 from sherd.requirements import require_int
 from sherd.tensor.state_kind import Stateful
+from sherd.uneven.attempt import Attempt, Failure, StepAborted
+from sherd.uneven.coordinator import Coordinator
+from sherd.uneven.joining import coordinated
+from sherd.uneven.snapshot import Snapshot
 
 _log = logging.getLogger("sherd")
 
