@@ -87,7 +87,7 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
 
 
-SHARDED.answers("pointwise", "copy_", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))
+SHARDED.answers("pointwise", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))
 
 
 @answers("pointwise", *ALSO_ELEMENTWISE)
@@ -240,6 +240,8 @@ def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
 def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Copy a tensor of the same layout, this rank's run of a tensor that every rank holds unsharded, or one value."""
     target, source, *rest = args
+    if not isinstance(target, DTensor):
+        return _into_plain(func, args, kwargs)
     if not isinstance(target, RaggedDTensor):
         raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
     layout = layout_of(spec_of(target))
@@ -255,6 +257,26 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
         run = piece_of(source.full_tensor() if is_dtensor else source, layout)
     func(local_tensor(target), run, *rest, **kwargs)
     return target
+
+
+@SHARDED.answers("copy_")
+def copy_into_chunk(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Copy a tensor of the same places, this rank's chunk of one that every rank holds unsharded, or one value."""
+    if isinstance(args[0], DTensor):
+        return elementwise(func, args, kwargs, by_torch)
+    return _into_plain(func, args, kwargs)
+
+
+def _into_plain(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Copy a sharded tensor into a plain one, as `load_state_dict` of a plain model does, if this rank holds it all."""
+    target, source, *rest = args
+    if source.device_mesh.size() > 1:
+        raise PlacementError(
+            f"{name_of(func)}: a tensor sharded over ranks cannot be copied into a plain one; take .full_tensor() "
+            "of it on every rank, or a full state dict: state_dict() of the wrapper itself, not of a module in it, or "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+    return func(target, whole_of(source), *rest, **kwargs)
 
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")

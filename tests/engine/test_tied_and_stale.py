@@ -263,6 +263,26 @@ def set_variable(linear: Any) -> None:
     linear.weight = nn.Parameter(torch.ones(4, 4))
 
 
+@on_threads(2)
+def test_a_frozen_parameter_may_come_back_from_a_sum_but_for_rounding():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    expected = model(torch.ones(2, 4))
+    kept = whole(model[0].weight)
+    sharded(model, reshard_after_forward=False)
+    for factor in (1.0, 1.5):
+        loss = model(torch.ones(2, 4))
+        torch.testing.assert_close(loss, expected)
+        model[0].weight = nn.Parameter(model[0].weight.detach() * factor + 7.1 - 7.1, requires_grad=False)
+        assert not torch.equal(model[0].weight, kept)
+        if factor == 1:
+            loss.sum().backward()
+            continue
+        with pytest.raises(StateError, match=r"0\.weight had"):
+            loss.sum().backward()
+    assert torch.equal(whole(model[0].weight), kept)
+
+
 @pytest.mark.parametrize("change", [set_data, set_variable])
 @on_threads(2)
 def test_other_values_for_a_whole_parameter_are_refused_and_training_goes_on_with_what_the_shards_have(change):

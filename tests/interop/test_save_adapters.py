@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -227,3 +228,43 @@ def test_pefts_own_function_has_the_adapters_of_a_wrapped_model(kind):
     expected = peft.get_peft_model_state_dict(adapted(kind))
     model = sherd.FullyShardedDataParallel(adapted(kind), use_orig_params=True)
     assert_same(peft.get_peft_model_state_dict(model), expected)
+
+
+@on_processes(1)
+def test_on_one_rank_the_adapters_of_a_wrappers_own_module_load_into_a_plain_model():
+    expected = adapted("lora")
+    with pytest.warns(UserWarning, match="on one rank alone"):
+        model = sherd.FullyShardedDataParallel(adapted("lora"), use_orig_params=True)
+    loaded = peft.get_peft_model(base_of("lora"), KINDS["lora"]())
+    peft.set_peft_model_state_dict(loaded, peft.get_peft_model_state_dict(model.module))
+    assert_same(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(expected))
+
+
+class Attending(nn.Module):
+    """A model whose attention peft adapts by adding to its weights within forward, and subtracting again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(x, x, x)[0])
+
+
+@on_processes(2, way=["wrapper", "shard", "flat"])
+def test_an_adapted_attention_of_torch_trains_as_in_one_process(way):
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(Attending(), peft.LoraConfig(target_modules=["attention"], init_lora_weights=False))
+    copied = copy.deepcopy(plain)
+    model = sharded_in(copied, way, [copied])
+    x = torch.randn(4, 3, 16)
+    losses = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD([each for each in each.parameters() if each.requires_grad], 0.1)
+        for _ in range(3):
+            losses.append(each(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(losses[3:], losses[:3])
