@@ -164,6 +164,7 @@ def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimiz
         layout,
         OPTIMIZERS[optimizer],
         torch.bfloat16 if parameters == "float32" else None,
+        stages_keep_buffers=True,  # whatever torch this runs with, the trainings were published before 2.15
     )
 
 

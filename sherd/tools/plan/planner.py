@@ -87,6 +87,7 @@ class Training:
             parameters.
         samples: the size of a batch that the model surely runs with.
         stage: "first" or "last" if `model` is a stage of a pipeline.
+        stages_keep_buffers: a pipeline's stages have memory for all that they will receive, as torch's had before 2.15.
     """
 
     model: nn.Module
@@ -96,6 +97,7 @@ class Training:
     compute_dtype: torch.dtype | None = None
     samples: int = 1
     stage: str = ""
+    stages_keep_buffers: bool = STAGES_KEEP_BUFFERS
 
 
 class Planner:
@@ -164,6 +166,7 @@ class Planner:
             )
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
+        keep = training.stages_keep_buffers
         dtype, pair = training.compute_dtype or torch.float32, RankGroup(2, mesh.num_ranks // mesh.pp)
         num_stages = 2 if self._is_rough else mesh.pp
         ranks = [self._of_stage(num_stages, name)._rank_work(settings) for name in ("first", "last")]
@@ -172,7 +175,7 @@ class Planner:
         )
         output = next((each.nbytes for each in logits), 0)
         first, last = (
-            replace(each, stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, output, STAGES_KEEP_BUFFERS))
+            replace(each, stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, output, keep))
             for each, number in zip(ranks, (0, mesh.pp - 1), strict=True)
         )
         return predict_pipeline(
