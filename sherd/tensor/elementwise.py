@@ -6,6 +6,7 @@ Copies, fresh tensors and random numbers are here too: they bring other values i
 from __future__ import annotations
 
 import functools
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from sherd.tensor.operands import (
     lone_value,
     mixed,
     on_owner,
+    on_owner_or_whole,
     piece_at,
     refuse_plain_out,
     unknown,
@@ -123,18 +125,23 @@ def given_other_memory(func: Aten, args: Args, kwargs: Kwargs) -> object:
     raise unknown(func, layouts_in(args, kwargs)[0], "a run keeps its memory; write into it, tensor.data = value")
 
 
-@answers("view", "_unsafe_view", "expand", "reshape")
+@answers("view", "_unsafe_view", "expand", "reshape", "squeeze", "unsqueeze")
 def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a view in the tensor's own shape, or as another dtype of the same size. Other views need an owner."""
+    """Returns a view of all elements in their order, or as another dtype of the same size. Others need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
     if func.name() == "aten::view.dtype":
         same_size = args[1].itemsize == tensor.dtype.itemsize
         return on_runs(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
-    if tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
-        local = local_tensor(tensor)
+    local = local_tensor(tensor)
+    shape = tuple(func(torch.empty(layout.shape, device="meta"), *args[1:], **kwargs).shape)
+    if shape == layout.shape:
         return as_result(local.view_as(local), layout)
-    return on_owner(func, args, kwargs)
+    has_no_runs = layout.owner is not None or layout.strides or layout.cut.shape != layout.shape
+    if has_no_runs or prod(shape) != layout.numel:
+        return on_owner(func, args, kwargs)
+    cut = Runs(shape, layout.cut.num_ranks, layout.cut.first, layout.cut.ends)
+    return _recut(local, layout, cut, shape)
 
 
 @SHARDED.answers("resize_")
@@ -144,7 +151,7 @@ def resized(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 @answers("index_put_")
-def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
+def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner_or_whole) -> object:
     """Set `tensor[mask] = number`, for a mask with the tensor's places; `otherwise` answers other indices."""
     tensor, indices, value, *accumulate = args
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
@@ -162,7 +169,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
 
 
 @answers("index_fill_")
-def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
+def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner_or_whole) -> object:
     """Set the places of an index to a number. torch 2.15 sets a scalar by its mask so."""
     tensor, _, index, value = args
     if _is_of_a_scalar(tensor, index):

@@ -24,6 +24,7 @@ from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of, places_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import ReplicatedDTensor
+from sherd.tensor.sharded import on_whole
 from sherd.tensor.table import (
     Args,
     Aten,
@@ -42,6 +43,8 @@ WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
     ".to_local() to work with this rank's piece"
 )
+
+OWNED_DOES_ANY = "with placement Owned() each tensor has one owner, which can do any operation"
 
 
 def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
@@ -73,8 +76,10 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
         if owned and layout.shape == other.shape and layout.shares_ranks_with(other):
             # Two owners, of a student's and a teacher's tensor: one tensor goes to the owner of the other.
             return piece_of(gather(local_tensor(value), other), layout)
-    elif isinstance(value, ReplicatedDTensor) and value.shape == layout.shape:
-        return piece_of(local_tensor(value), layout)
+        if value.dtype == torch.bool and broadcasts(value.shape, layout.shape):  # a mask, as of rows
+            return piece_of(gather(local_tensor(value), other).expand(layout.shape), layout)
+    elif isinstance(value, ReplicatedDTensor) and broadcasts(value.shape, layout.shape):
+        return piece_of(local_tensor(value).expand(layout.shape), layout)
     raise mixed(func, layout, value)
 
 
@@ -121,6 +126,8 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
+        if isinstance(value, ReplicatedDTensor):  # an optimizer of matrices writes into what it has reduced
+            remedy = f"{OWNED_DOES_ANY}; or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
                 "a whole gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
@@ -137,7 +144,7 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
 
 def unknown(func: Aten, layout: Layout, why: str = "") -> PlacementError:
     """Returns the error for an operation that runs of elements cannot answer."""
-    owner = "with placement Owned() each tensor has one owner, which can do any operation"
+    owner = OWNED_DOES_ANY
     if len(layout.splits) and layout.owner is None:
         owner = f"{owner}, if no other axis of {layout.mesh} shards it"
     return PlacementError(
@@ -217,6 +224,32 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
         become_view(args[0], func, args, kwargs, local_tensor(placed), spec_of(placed))
         return args[0]
     return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
+
+
+STATISTICS = (
+    "_unique", "_unique2", "aminmax", "argmax", "argmin", "bincount", "dist", "dot", "gather", "histc", "histogram",
+    "index", "index_select", "kthvalue", "logsumexp", "masked_select", "median", "mode", "nanmedian", "nansum",
+    "nonzero", "sort", "std", "std_mean", "take", "topk", "trace", "unique_consecutive", "unique_dim", "var",
+    "var_mean",
+)  # fmt: skip
+WRITTEN_AT = ("index_add_", "index_copy_", "masked_scatter_", "scatter_", "scatter_add_")
+
+
+@answers(*STATISTICS, *WRITTEN_AT)
+def on_owner_or_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute at the owner of all tensors; if no rank holds them, with the unsharded tensors on every rank.
+
+    Raises:
+        PlacementError: a plain tensor goes with no mask or indices, or the `out` is given.
+    """
+    layouts, others = layouts_in(args, kwargs), list(tensors_among((*args, *kwargs.values())))
+    if common_owner(layouts) is not None or "out" in kwargs:
+        return on_owner(func, args, kwargs)
+    if not any(map(is_index, others)):
+        for other in others:
+            if not isinstance(other, DTensor) and lone_value(other) is None:
+                raise mixed(func, layouts[0], other)
+    return on_whole(func, args, kwargs)
 
 
 def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:

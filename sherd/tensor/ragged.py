@@ -48,9 +48,9 @@ class RaggedDTensor(OwnDTensor):
 
     Checkpoints, optimizers and gradient clipping take it for a DTensor: `shape` is the shape of the unsharded tensor,
     `to_local()` is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element,
-    or reduce to one value. When one rank holds the unsharded tensor (`Owned`), that rank does any operation: the matrix
-    products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so does a second tensor with
-    other places.
+    or reduce to one value; other statistics gather. When one rank holds the unsharded tensor (`Owned`), that rank does
+    any operation: the matrix products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so
+    does a second tensor with other places.
     """
 
     @classmethod
@@ -157,6 +157,7 @@ class RaggedDTensor(OwnDTensor):
         return gathered.redistribute(mesh, wanted)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        self.warn_of_pickle()
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
         args = local, spec.mesh, spec.placements, self.requires_grad, isinstance(self, nn.Parameter), shape

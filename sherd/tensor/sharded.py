@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -99,6 +100,16 @@ class OwnDTensor(ReadableDTensor):
         give_attributes(copied, copy.deepcopy(vars(self), memo))
         return copied  # type: ignore[no-any-return]
 
+    def warn_of_pickle(self) -> None:
+        """Warn that a pickle holds this rank's part, under the shape of the unsharded tensor."""
+        if self.device_mesh.size() > 1:
+            warnings.warn(
+                "a sharded tensor is pickled, as by torch.save: this rank's part alone is written, which loads on as "
+                "many ranks, from a file of each. For whole tensors take get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)), for checkpoints sherd.save",
+                stacklevel=3,
+            )
+
     @abstractmethod
     def around(self, local: torch.Tensor) -> OwnDTensor:
         """Returns a tensor with the places of this one, around `local`, this rank's part of it, outside autograd."""
@@ -161,6 +172,7 @@ class ShardedDTensor(OwnDTensor):
         return local_tensor(whole.redistribute(placements=self.placements))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        self.warn_of_pickle()
         stock: torch.Tensor = as_torchs(self)
         if isinstance(self, nn.Parameter):
             stock = nn.Parameter(stock, self.requires_grad)
@@ -348,16 +360,16 @@ def _is_mean_of_means(result: object, args: Args) -> bool:
 
 def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute with the unsharded tensors, on every rank. All ranks of the mesh must call it."""
-    own = next(of_kind((*args, *kwargs.values()), ShardedDTensor))
+    own: OwnDTensor = next(of_kind((*args, *kwargs.values()), OwnDTensor))  # type: ignore[type-abstract]
     places = places_at(own)
     whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
     result = func(*whole_args, **whole_kwargs)
     target, written = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
-    if isinstance(target, ShardedDTensor) and ("out" in kwargs or is_in_place(func)):
+    if isinstance(target, OwnDTensor) and ("out" in kwargs or is_in_place(func)):
         local_tensor(target).copy_(target.piece_of(written))
         return target
     answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
-    return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
+    return _views_of(own, func, args, kwargs, answers) if func.is_view and isinstance(own, ShardedDTensor) else answers
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:

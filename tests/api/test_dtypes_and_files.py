@@ -59,6 +59,7 @@ def test_a_sharded_model_trains_in_the_dtype_it_was_moved_to(dtype, tolerance, m
     assert_named_close(whole_params(model), expected, "parameter", tolerance, tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
 @on_threads(2)
 def test_a_sharded_state_survives_a_file_of_its_own_on_each_rank(tmp_path, weights_only):
@@ -84,6 +85,7 @@ def saved(value, weights_only):
     return torch.load(file, weights_only=weights_only)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2)
 def test_a_shard_that_went_through_a_file_is_a_free_copy():
     model = sharded(chain())

@@ -128,6 +128,7 @@ def model_of_12():
     return fully_shard(model)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
 @on_threads(3)
 def test_shards_survive_a_file_of_their_own_on_each_rank(tmp_path, weights_only):
@@ -146,6 +147,7 @@ def test_shards_survive_a_file_of_their_own_on_each_rank(tmp_path, weights_only)
         torch.testing.assert_close(train(other, others, LATER), losses, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2)
 def test_a_saved_shard_takes_no_neighbours_along():
     """A shard's file holds that shard and not the buffer that it is a view of."""

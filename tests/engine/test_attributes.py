@@ -155,6 +155,7 @@ def test_attributes_stay_where_shards_move_and_where_a_model_gets_memory():
     assert decays(wrapped) == DECAYS
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2)
 def test_copies_of_shards_have_attributes_of_their_own():
     for way in ("rows", "flat"):

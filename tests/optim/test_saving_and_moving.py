@@ -113,6 +113,7 @@ def test_either_form_has_the_state_of_the_other_and_goes_on_from_it(threads, kin
     threads(num_ranks).run(go_on, MAKE[kind], placement, copy.deepcopy)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @pytest.mark.parametrize("placement", ["shard", "flat"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_saved_state_goes_on_in_either_form(threads, kind, placement):

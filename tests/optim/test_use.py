@@ -340,6 +340,7 @@ def pickled(optimizer):
     return pickle.loads(pickle.dumps(optimizer))
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 def test_a_copy_steps_tensor_by_tensor_and_so_does_what_a_pickle_brings_back(world, threads):
     threads(2).run(train_a_copy, copy.deepcopy)
     world(2).run(train_a_copy, pickled)

@@ -134,6 +134,7 @@ def in_a_file(value):
     return torch.load(file)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_grids(COPIED_ON)
 @on_threads()
 def test_deep_copies_pickles_and_saved_files_keep_layout_and_parameters(grid):
@@ -264,3 +265,12 @@ def test_torch_is_told_what_makes_a_tensor_with_a_ragged_placement():
     of_full.copy_(full)
     assert torch.equal(made.full_tensor(), full)
     assert torch.equal(of_full.full_tensor(), full)
+
+
+@on_threads(2)
+def test_a_pickle_of_a_shard_says_that_it_holds_one_ranks_part():
+    whole = torch.arange(12.0).view(4, 3)
+    rows = distribute_tensor(whole, line(2), [Shard(0)])
+    for tensor in (ragged(whole, uneven((4, 3), 2), line(2)), as_dtensor(rows.to_local(), rows._spec)):
+        with pytest.warns(UserWarning, match="this rank's part alone is written"):
+            torch.save({"weight": tensor}, io.BytesIO())

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sherd.tensor.ragged import as_dtensor
+from sherd.layout.runs import Runs
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.sharded import ShardedDTensor
 from tests.support.ranks.bodies import on_processes, on_threads
@@ -98,6 +99,48 @@ def test_a_number_that_is_read_is_that_of_the_unsharded_tensor():
                 assert found == expected, f"{name}, {layout}"
 
 
+RAGGED = {
+    "uneven": uneven((7, 3), 3),
+    "rows": Runs((7, 3), 3, 0, (6, 15, 21), by_rows=True),
+    "one rank has all": Runs((7, 3), 3, 1, (21,)),
+    "a vector": uneven((7,), 3),
+}
+OF_ITS_ROWS = {"last", "row", "loss"}
+"""Of runs, what needs an owner."""
+
+
+@on_threads(3)
+def test_a_number_that_is_read_of_a_ragged_tensor_is_that_of_the_unsharded_tensor():
+    for kind, runs in RAGGED.items():
+        whole = numbers(runs.shape)
+        for name, read in READ.items():
+            if name in OF_ITS_ROWS:
+                continue
+            found, expected = read(ragged(whole, runs, line(3))), read(whole)
+            if isinstance(expected, list | float | int):
+                assert torch.allclose(torch.tensor(found), torch.tensor(expected)), f"{name}, {kind}"
+            else:
+                assert found == expected, f"{name}, {kind}"
+
+
+@on_threads(3)
+def test_a_view_of_all_elements_of_a_ragged_tensor_has_runs_too_and_writes_through():
+    for kind, runs in RAGGED.items():
+        whole = numbers(runs.shape)
+        for view in (
+            lambda t: t.flatten(),
+            lambda t: t.unsqueeze(0),
+            lambda t: t.view(1, -1),
+            lambda t: t.reshape(-1, 1).squeeze(1),
+        ):
+            tensor, expected = ragged(whole.clone(), runs, line(3)), view(whole.clone())
+            found = view(tensor)
+            assert torch.equal(found.full_tensor(), expected), kind
+            found.mul_(2)
+            assert torch.equal(tensor.full_tensor(), whole * 2), kind
+            torch.testing.assert_close((found * found).sum().to_local(), (whole * 2).square().sum())
+
+
 @on_processes(2)
 def test_one_ranks_nan_is_read_by_all():
     for shape in ((5, 3), (1, 4)):
@@ -170,14 +213,23 @@ def test_rows_are_rows_and_writes_through_masks_indices_and_views_reach_all_rank
             assert type(found) is ShardedDTensor
 
 
+OF_RUNS = (
+    "rows", "no row", "elements", "plain rows", "plain elements", "masked_fill", "masked_fill, plain", "where, plain",
+    "index_fill", "index_add", "index_copy", "indices", "two indices", "rows of values", "added", "scatter", "largest",
+    "plain",
+)  # fmt: skip
+
+
 @on_threads(2)
-def test_a_ragged_tensor_takes_a_mask_of_rows():
-    whole, bias = numbers((5, 3)), numbers(5, 1)
-    found = ragged(whole.clone(), uneven((5, 3), 2), line(2))
-    for mask in (ragged(bias, uneven((5,), 2), line(2)) > 0, bias > 0):
-        found.index_put_((mask,), torch.tensor(0.0))  # as `found[mask] = 0.0` does up to torch 2.14
-        whole[bias > 0] = 0.0
-        assert torch.equal(found.full_tensor(), whole)
+def test_a_ragged_tensor_is_written_through_masks_and_indices():
+    for runs in (uneven((5, 3), 2), Runs((5, 3), 2, 0, (6, 15), by_rows=True)):
+        for name in OF_RUNS:
+            whole, bias = numbers((5, 3)), numbers(5, 1)
+            found = ragged(whole.clone(), runs, line(2))
+            MASKS[name](found, ragged(bias, uneven((5,), 2), line(2)))
+            MASKS[name](whole, bias)
+            assert torch.equal(found.full_tensor(), whole), name
+            assert type(found) is RaggedDTensor, name
 
 
 FILLED = {

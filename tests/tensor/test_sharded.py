@@ -122,6 +122,7 @@ def test_what_is_written_into_a_view_is_written_into_the_tensor():
             assert tensor._version > before
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2)
 def test_files_and_copies_have_what_torchs_would():
     parameter = nn.Parameter(sharded(numbers((5, 3))))

@@ -432,6 +432,7 @@ def test_an_early_optimizer_with_the_flat_parameter_as_well_or_with_state_is_tol
 # Copies and conversions
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2)
 def test_a_copy_or_what_comes_out_of_a_file_is_a_vector_like_it():
     model = sharded("flat_param")

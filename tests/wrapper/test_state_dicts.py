@@ -562,6 +562,7 @@ def test_torchs_checkpoint_functions_get_and_set_the_model(use_orig, at):
         assert_holds(net, expected, case)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 @on_threads(2, use_orig=BOTH)
 def test_every_kind_goes_through_a_file(tmp_path, use_orig):
     expected = plain().state_dict()

@@ -458,6 +458,7 @@ def from_torchs_functions(model, optimizer, other, its):
     set_optimizer_state_dict(other, its, state, options=options)
 
 
+@pytest.mark.filterwarnings("ignore:a sharded tensor is pickled")
 def test_flat_parameters_over_both_axes_are_copied_as_vectors_and_by_name(world):
     params, state = one_process(2)
     runs = world(4).run(copied_in_memory)
