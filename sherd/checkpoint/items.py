@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, Stateful, StateKind, state_kind
 
 OWN = "own"
+OPTIONS = "own_options"
 """The key in the JSON of an optimizer for the keys of state that is each rank's own, by parameter."""
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
@@ -79,6 +81,10 @@ class Item(ABC):
 
         With `compare`, ranks talk to each other, and all of them must call it.
         """
+
+    def with_own_options(self, json: Json, of_ranks: Sequence[Json]) -> Json:
+        """Returns the JSON for all ranks, given that of ranks whose JSON differs."""
+        return json
 
     def misfit(self, source: Opened) -> Misfit:
         """Returns how the item differs from the item of this name in `source`. Raises as `json`."""
@@ -221,6 +227,19 @@ class OptimizerItem(Item):
             "param_groups": encoded(groups, f"{self.name}/param_groups", tensors.keep),
         }
 
+    def with_own_options(self, json: Json, of_ranks: Sequence[Json]) -> Json:
+        """Note the numbers in groups that ranks have differently, as an optimizer at owners computes them (`d`)."""
+        own: dict[str, None] = {}
+        for groups in zip(*(each["param_groups"] for each in of_ranks), strict=False):
+            numbers = [numbers_of(group) for group in groups]
+            keys = {key: {repr(each.get(key)) for each in numbers} for of_rank in numbers for key in of_rank}
+            own |= dict.fromkeys(key for key, values in keys.items() if len(values) > 1)
+        if not own:
+            return json
+        mine = [{key: group[key] for key in own if key in group} for group in self._optimizer.param_groups]
+        self.own = {**self.own, OPTIONS: mine}
+        return {**json, OPTIONS: list(own)}
+
     def _entry_of(self, name: str) -> OptimizerEntry | None:
         return next((entry for entry in self._catalog.all_entries if name in entry.names), None)
 
@@ -231,6 +250,17 @@ class OptimizerItem(Item):
 
     def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
         """Load the state that was this rank's own. Raises OptimStateError if this rank's parts are others."""
+        if options := self.json(source).get(OPTIONS):
+            groups = (own or {}).get(OPTIONS, [])
+            self.require(all(isinstance(each, list) for each in (options, groups)), source)
+            for group, of_rank in zip(self._optimizer.param_groups, groups, strict=False):
+                group.update(of_rank)
+            if not groups:
+                warnings.warn(
+                    f"{source.place}: {', '.join(options)} of {type(self._optimizer).__name__}'s groups were each "
+                    "rank's own, which only as many ranks load: all ranks go on with those of one",
+                    stacklevel=2,
+                )
         names = self.json(source).get(OWN) or {}
         self.require(isinstance(names, dict), source)
         for name, keys in names.items():
@@ -298,6 +328,11 @@ class OptimizerItem(Item):
                 f"{source.place}: {type(self._optimizer).__name__} does not take the item {self.name!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def numbers_of(group: dict[str, Json]) -> dict[str, Json]:
+    """Returns the options of a group that are numbers."""
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 import torch
 from torch import nn
 
-from sherd.checkpoint.items import Item
+from sherd.checkpoint.items import Item, numbers_of
 from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, dtype_name, memory_of
@@ -103,6 +103,9 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
         members = [tuple(r for r, d in enumerate(digests) if d == digest) for digest in dict.fromkeys(digests)]
         parties = [Party(who, of_leader) for who, (of_leader, _, _) in zip(members, leaders, strict=True)]
         values = reduce(_together, [of_leader for _, of_leader, _ in leaders])
+        for item in items:
+            alike = [of_leader[item.name] for _, of_leader, _ in leaders if item.name in of_leader]
+            values[item.name] = item.with_own_options(values[item.name], alike)
         aliases = {name: other for _, _, of_leader in leaders for name, other in of_leader.items()}
         _require_same_copies(tensors, parties, ranks)
     choices = choose(parties)
@@ -166,6 +169,7 @@ def _digest(described: Mapping[str, Described], values: Mapping[str, Json]) -> b
     for item in values.values():  # one rank alone may have a list of a parameter that it owns
         if item["kind"] == "optimizer":
             digest.update(repr([(name, sorted(state)) for name, state in item["state"].items()]).encode())
+            digest.update(repr([*map(numbers_of, item["param_groups"])]).encode())  # which each rank may compute
     meshes: dict[int, bytes] = {}  # a mesh of many ranks takes long to hash, and thousands of tensors share it
     for name, tensor in described.items():
         copies = tensor.copies

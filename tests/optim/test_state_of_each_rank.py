@@ -1,15 +1,19 @@
 """State that is not one tensor: codes and scales that each rank has of its own are saved per rank, or refused."""
 
+import warnings
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 import sherd
-from sherd import Blocks, Flat, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd.errors import OptimStateError
 from tests.support.comparing import assert_same, whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import refusal
 from tests.support.training import made
 
@@ -85,3 +89,43 @@ def test_a_state_dict_of_whole_tensors_refuses_such_state():
     said = refusal(OptimStateError, sherd.FullyShardedDataParallel.optim_state_dict, model, optimizer)
     assert "is each rank's own" in said, said
     assert "sherd.save" in said, said
+
+
+class Prodigal(Optimizer):
+    """A step size in the group, which grows with the gradients of the parameters that are stepped."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] += sum(float(each.grad.abs().sum()) for each in group["params"] if each.grad is not None)
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad * group["d"] * group["lr"])
+
+
+def prodigal(number=0):
+    model = fully_shard(made(net), placement=Owned())
+    optimizer = Prodigal(model.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Prodigal computes")  # which is said in the first steps
+        trained(model, optimizer, number)
+    return model, optimizer
+
+
+@on_processes(2)
+def test_options_that_each_rank_computes_go_on_on_as_many_ranks(tmp_path):
+    model, optimizer = prodigal(2)
+    sherd.save(tmp_path, {"model": model, "optimizer": optimizer}, step=2)
+    other, again = prodigal()
+    sherd.load(tmp_path, {"model": other, "optimizer": again})
+    options = [each.param_groups[0]["d"] for each in (optimizer, again)]
+    assert options[0] == options[1] != 1
+    plain = made(net)
+    alone = Prodigal(plain.parameters())
+    solo = dist.new_subgroups(1)[0]
+    with pytest.warns(UserWarning, match="d of Prodigal's groups were each rank's own, which only as many"):
+        sherd.load(tmp_path, {"model": plain, "optimizer": alone}, group=solo)
+    assert alone.param_groups[0]["d"] != 1

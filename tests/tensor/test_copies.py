@@ -267,7 +267,7 @@ def test_torch_is_told_what_makes_a_tensor_with_a_ragged_placement():
     assert torch.equal(of_full.full_tensor(), full)
 
 
-@on_threads(2)
+@on_processes(2)
 def test_a_pickle_of_a_shard_says_that_it_holds_one_ranks_part():
     whole = torch.arange(12.0).view(4, 3)
     rows = distribute_tensor(whole, line(2), [Shard(0)])
