@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+import sherd
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, chain, noise
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, mean_square, train_job, train_job_plain
 
@@ -116,3 +118,18 @@ def test_loading_wrong_shapes_says_what_torch_says():
     assert messages[0] == messages[1]
     assert_named_close(whole_params(model), whole_params(plain), "parameter", 0, 0)
     assert_trains(model, chain)
+
+
+@on_processes(2, way=["shard", "flat", "wrapper"])
+def test_float8_parameters_are_gathered_and_saved_over_gloo(way, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model[0].weight = nn.Parameter(torch.arange(24.0).view(6, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    model[0].forward = lambda x: nn.functional.linear(x, model[0].weight.float(), model[0].bias)
+    expected = model[0].weight.detach().view(torch.uint8).clone()
+    model = sharded(model, way)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    sherd.save(tmp_path / "own", {"model": model}, step=0)
+    again = sharded(nn.Sequential(nn.Linear(4, 6).to(torch.float8_e4m3fn), nn.Linear(6, 2)), way)
+    sherd.load(tmp_path / "own", {"model": again})
+    for values in (full, dict(sherd.iter_full_parameters(model)), dict(sherd.iter_full_parameters(again))):
+        assert torch.equal(values["0.weight"].view(torch.uint8), expected)
