@@ -407,11 +407,11 @@ def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
     """Returns True if the steps of a class take DTensors: those of torch, ours, and those that take them apart."""
     is_ours = hasattr(optimizer_class, "spec_of_state")
     is_torchs = inspect.unwrap(optimizer_class.step).__module__.startswith("torch.optim")
-    return is_ours or is_torchs or _takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
+    return is_ours or is_torchs or takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
-def _takes_parts(optimizer_class: type) -> bool:
+def takes_parts(optimizer_class: type) -> bool:
     """Returns True if a class of another package, or a function that it calls, names DTensors or their methods."""
     own = [each for each in optimizer_class.__mro__ if not each.__module__.startswith(("torch.optim", "builtins"))]
     methods = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
@@ -464,7 +464,7 @@ def adopt_state(optimizer: Optimizer) -> None:
     user has put there, under an optimizer that is known to keep no such state itself.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
-    elementwise, takes_parts = elementwise_keys(states), _takes_parts(type(optimizer))  # type: ignore[arg-type]
+    elementwise, keeps_parts = elementwise_keys(states), takes_parts(type(optimizer))  # type: ignore[arg-type]
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
         part = local_tensor(parameter)
@@ -475,7 +475,7 @@ def adopt_state(optimizer: Optimizer) -> None:
             own = parameter if isinstance(parameter, OwnDTensor) and not isinstance(value, DTensor) else None
             if own is not None and value.ndim and value.shape == part.shape and type(optimizer) in STEPPED:
                 state[key] = own.around(value)
-            elif own is not None and kind is StateKind.OTHER and takes_parts:
+            elif own is not None and kind is StateKind.OTHER and keeps_parts:
                 continue  # of this rank's part
             elif layout is not None:
                 state[key] = _cut(value, layout)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import sherd
@@ -241,3 +242,28 @@ def test_a_rank_that_owns_nothing_takes_part():
         steps(plain, its, 1)
         steps(model, optimizer, 1)
         assert_same(whole_params(model), whole_params(plain))
+
+
+class OfChunks(Other):
+    """Reads a DTensor, and writes its rows as those of equal chunks, as HeavyBall's do."""
+
+    def update(self, parameter, gradient, state):
+        if not isinstance(gradient, DTensor):
+            return gradient
+        mesh, local = gradient.device_mesh, gradient.to_local().clone()
+        chunks = gradient.full_tensor().chunk(mesh.size())
+        local.copy_(chunks[mesh.get_local_rank()])
+        return DTensor.from_local(local, mesh, [Shard(0)]) if gradient.placements == (Shard(0),) else local
+
+
+@on_threads(2)
+def test_what_reads_chunks_trains_by_default_and_says_so_elsewhere():
+    plain, model = made(net), fully_shard(made(net))
+    steps(plain, OfChunks(plain.parameters()))
+    steps(model, OfChunks(model.parameters()))
+    assert_same(whole_params(model), whole_params(plain), atol=1e-6)
+    for placement in (Owned(), Flat()):
+        other = owned(placement)
+        said = refusal(OptimizerError, steps, other, OfChunks(other.parameters()))
+        assert "OfChunks cannot step 0.weight" in said, said
+        assert "equal chunks, so shard with the default placement" in said, said

@@ -37,7 +37,8 @@ from sherd._torch import (
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
 from sherd.errors import CommError, OptimizerError, OptimStateError, PlacementError, SherdError, in_short
-from sherd.tensor.optimizers import STEPPED, LocalStep, is_here, local_step_of
+from sherd.tensor.optimizers import STEPPED, LocalStep, is_here, local_step_of, takes_parts
+from sherd.tensor.placement import is_ragged
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
 
@@ -563,10 +564,16 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
         or (type(error) is AssertionError and not text)
         or any(word in text for word in ("DTensor", "placement", "sharding", "redistribute"))
     )
-    if cut and is_of_sharding and type(optimizer) not in STEPPED:
+    # What reads DTensors takes runs for equal chunks, and ends in shapes that do not fit.
+    names_dtensors = takes_parts(type(optimizer))  # type: ignore[arg-type]  # classes are hashable
+    takes_for_chunks = names_dtensors and any(is_ragged(each.shard_spec) for each in records)
+    if cut and (is_of_sharding or (takes_for_chunks and isinstance(error, RuntimeError | TypeError | ValueError))):
+        if type(optimizer) in STEPPED:
+            return
+        remedy = _USE_CHUNKS if takes_for_chunks else _USE_OWNED
         raise OptimizerError(
             f"{type(optimizer).__name__} cannot step {in_short(cut)} as sharded: its step ended in "
-            f"{type(error).__name__}{f': {text}' if text else ''}; {_USE_OWNED}"
+            f"{type(error).__name__}{f': {text}' if text else ''}; {remedy}"
         ) from error
 
 
@@ -577,6 +584,7 @@ STEP_MATRICES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 # What an optimizer cannot step or load
 
 
+_USE_CHUNKS = "it reads DTensors that are cut into equal chunks, so shard with the default placement"
 _USE_OWNED = "shard with placement=Owned(), of which each tensor's owner steps it"
 _NEEDS_EVEN = (
     "it joins all parameters in one line, whose elements would be on all ranks in turn; shard so that dim 0 of every "
