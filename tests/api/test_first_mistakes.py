@@ -1,5 +1,6 @@
 """The mistakes of a first hour are told by name: no process group, a wrong dtype, half a model on meta, one rank."""
 
+import logging
 import warnings
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
 from sherd.comm.mesh import data_mesh
+from sherd.engine.moves import weights
 from sherd.errors import CommError, MeshError, ModuleError, PolicyError, PolicyTypeError
 from tests.support.models import Block, chain
 from tests.support.ranks.bodies import on_processes, on_threads
@@ -222,3 +224,54 @@ def test_what_torch_says_of_a_users_hook_is_still_said():
     model.register_forward_hook(hook, always_call=True)
     with pytest.raises(ValueError, match="the user's"), pytest.warns(UserWarning, match="silenced"):
         model(torch.ones(1, 4))
+
+
+# Different seeds
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def wrapped(model, **options):
+    return sherd.FullyShardedDataParallel(model, use_orig_params=True, **options)
+
+
+def loaded_alike(model):
+    torch.manual_seed(9)
+    model.load_state_dict(net().state_dict())
+
+
+def filled_alike(model):
+    torch.manual_seed(9)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+
+
+SEEDED = {  # how the model is sharded, what happens then, and what rank 0 says of ranks whose seeds differ
+    "shard": (sherd.fully_shard, lambda model: None, "0.weight, 2.weight: ranks have built"),
+    "flat": (lambda model: sherd.fully_shard(model, placement=sherd.Flat()), lambda model: None, "ranks have built"),
+    "wrapper": (wrapped, lambda model: None, "ranks have built"),
+    "synced": (lambda model: wrapped(model, sync_module_states=True), lambda model: None, ""),
+    "loaded": (sherd.fully_shard, loaded_alike, ""),
+    "filled": (sherd.fully_shard, filled_alike, ""),
+}
+
+
+@on_processes(2)
+def test_models_that_ranks_build_with_different_seeds_are_told_of_in_the_log():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("sherd").addHandler(handler)
+    for name, (shard, change, expected) in SEEDED.items():
+        for seed in (7, 8 + dist.get_rank()):
+            said.clear()
+            weights._told.clear()  # it is said once
+            torch.manual_seed(seed)
+            model = shard(net())
+            change(model)
+            for _ in range(2):
+                model(torch.ones(2, 6)).sum().backward()
+            assert len(said) == bool(expected and seed != 7 and dist.get_rank() == 0), (name, said)
+            assert not said or expected in said[0], (name, said)

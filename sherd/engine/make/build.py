@@ -148,6 +148,7 @@ def shard(
             param_dtype=plan.param_dtype,
             grad_dtype=grad_dtype_of(discovered.parameter),
         )
+        record.begin(plan.data)
         move_hooks(discovered.parameter, shard)
         record.claim(discovered.parameter)
         record.show(shard)

@@ -11,6 +11,7 @@ the storage is gone kills the process, so the modules show shards at all other t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from torch import nn
 
 from sherd._torch import increment_versions, set_grad_dtype, set_versions, storage_uses, will_get_gradient
 from sherd.comm.buffers import Buffer
+from sherd.comm.failures import own_rank
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
@@ -31,13 +33,17 @@ from sherd.engine.moves.buffer_views import copy_out, tensor_in
 from sherd.engine.state.fetching import fetch_into
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
-from sherd.errors import StateError
+from sherd.errors import StateError, in_short
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
+from sherd.tensor.ragged import local_part
 
 # Asked of all parameters of a group in each gather and free, so C does the asking.
 STAND = attrgetter("_version", "requires_grad")
 """Returns how many writes in place a parameter has seen, and whether it is trained."""
+
+_log = logging.getLogger("sherd")
+_told: list[str] = []
 
 IS_TRAINED = attrgetter("requires_grad")
 ADDRESS = methodcaller("data_ptr")
@@ -522,9 +528,23 @@ class Weights(Position, saved.StorageOwner):
             # copied it out. test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             if not self._streams.in_host_order:
                 self._streams.gather.follow_compute()
+        if not self._versions and own_rank() == 0:
+            self._tell_of_seeds(unsharded)
         # Noted here, not at the start: a gather that nobody waits for fills nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
+
+    def _tell_of_seeds(self, unsharded: UnshardedBuffer) -> None:
+        """Log, once in a process, that ranks have cut different weights into one model."""
+        pairs = zip(self.group.parameters, unsharded.parameters, strict=True)
+        other = [record.name for record, parameter in pairs if record.began_otherwise(local_part(parameter))]
+        if other and not _told:
+            _told.append(other[0])
+            _log.warning(
+                "%s: ranks have built the model with different weights, and each has cut its part of its own; seed all "
+                "ranks alike before the model is built (torch.manual_seed), or broadcast the weights of rank 0",
+                in_short(other),
+            )
 
     def free(self, keeps_storage: bool = False) -> None:
         """Show the shards again, and free the memory unless it `keeps_storage`, whatever the state."""

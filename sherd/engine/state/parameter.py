@@ -249,6 +249,7 @@ class ShardedParameter:
     param_dtype: torch.dtype | None = None
     grad_dtype: tuple[torch.dtype | None, ...] = ()
     types: SpmdTypes | None = None
+    _begun: tuple[list[float], list[float]] | None = None
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
@@ -258,6 +259,23 @@ class ShardedParameter:
 
     def __post_init__(self) -> None:
         self.keep_attributes()
+
+    def begin(self, whole: torch.Tensor) -> None:
+        """Note a few numbers of the unsharded tensor that this rank has cut, and of its part."""
+        is_plain = type(whole) in (torch.Tensor, nn.Parameter) and not whole.is_meta and whole.is_contiguous()
+        if is_plain and whole.ndim > 1 and whole.is_floating_point() and whole.dtype.itemsize > 1:
+            self._begun = _few(whole), _few(self.local)
+
+    def began_otherwise(self, gathered: torch.Tensor) -> bool:
+        """Returns True if other ranks have cut other numbers: `gathered` has them, and this rank's part is unchanged.
+
+        Asked at the first gather, it finds models that ranks built with different seeds.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None or not begun[1] or repr(_few(self.local)) != repr(begun[1]):
+            return False  # loaded or filled since
+        cut = torch.tensor(begun[0], dtype=torch.float64).to(self.dtype).to(gathered.dtype)
+        return repr(_few(gathered)) != repr(cut.tolist())
 
     def share_attributes(self, form: torch.Tensor) -> None:
         """Let `form`, a form of this parameter, share the attributes that users write on any form.
@@ -502,6 +520,11 @@ def _changed_by_hand(change: str) -> OwnershipError:
 
 
 # For all parameters of a group at once. They run twice per gather: one call instead of one for each parameter.
+
+
+def _few(tensor: torch.Tensor) -> list[float]:
+    values: list[float] = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)].tolist()
+    return values
 
 
 def num_trainable(records: Sequence[ShardedParameter]) -> int:
