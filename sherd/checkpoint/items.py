@@ -252,7 +252,7 @@ class OptimizerItem(Item):
         """Load the state that was this rank's own. Raises OptimStateError if this rank's parts are others."""
         if options := self.json(source).get(OPTIONS):
             groups = (own or {}).get(OPTIONS, [])
-            self.require(all(isinstance(each, list) for each in (options, groups)), source)
+            self.require(type(options) is type(groups) is list, source)
             for group, of_rank in zip(self._optimizer.param_groups, groups, strict=False):
                 group.update(of_rank)
             if not groups:
@@ -332,7 +332,7 @@ class OptimizerItem(Item):
 
 def numbers_of(group: dict[str, Json]) -> dict[str, Json]:
     """Returns the options of a group that are numbers."""
-    return {key: value for key, value in group.items() if isinstance(value, int | float)}
+    return {key: value for key, value in group.items() if type(value) in (bool, int, float)}
 
 
 def _moved(value: Any, device: torch.device) -> Any:

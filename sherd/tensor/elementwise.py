@@ -18,7 +18,6 @@ from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import (
-    WAYS_OUT,
     broadcasts,
     common_owner,
     layouts_in,
@@ -247,10 +246,8 @@ def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
 def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Copy a tensor of the same layout, this rank's run of a tensor that every rank holds unsharded, or one value."""
     target, source, *rest = args
-    if not isinstance(target, DTensor):
-        return _into_plain(func, args, kwargs)
     if not isinstance(target, RaggedDTensor):
-        raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
+        return _into_other(func, args, kwargs)
     layout = layout_of(spec_of(target))
     source_layouts = layouts_in((source,), {})
     if source_layouts and common_owner([layout, *source_layouts]) is not None:
@@ -269,17 +266,15 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
 @SHARDED.answers("copy_")
 def copy_into_chunk(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Copy a tensor of the same places, this rank's chunk of one that every rank holds unsharded, or one value."""
-    if isinstance(args[0], DTensor):
-        return elementwise(func, args, kwargs, by_torch)
-    return _into_plain(func, args, kwargs)
+    return (elementwise if isinstance(args[0], DTensor) else _into_other)(func, args, kwargs, by_torch)
 
 
-def _into_plain(func: Aten, args: Args, kwargs: Kwargs) -> object:
+def _into_other(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation | None = None) -> object:
     """Copy a sharded tensor into a plain one, as `load_state_dict` of a plain model does, if this rank holds it all."""
     target, source, *rest = args
-    if source.device_mesh.size() > 1:
+    if source.device_mesh.size() > 1 or isinstance(target, DTensor):
         raise PlacementError(
-            f"{name_of(func)}: a tensor sharded over ranks cannot be copied into a plain one; take .full_tensor() "
+            f"{name_of(func)}: a tensor sharded over ranks cannot be copied into one that is not; take .full_tensor() "
             "of it on every rank, or a full state dict: state_dict() of the wrapper itself, not of a module in it, or "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )

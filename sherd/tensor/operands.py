@@ -126,7 +126,9 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
-        if isinstance(value, ReplicatedDTensor):  # an optimizer of matrices writes into what it has reduced
+        if all(
+            each.is_replicate() for each in value.placements
+        ):  # what an optimizer of matrices has reduced
             remedy = f"{OWNED_DOES_ANY}; or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
@@ -247,7 +249,7 @@ def on_owner_or_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return on_owner(func, args, kwargs)
     if not any(map(is_index, others)):
         for other in others:
-            if not isinstance(other, DTensor) and lone_value(other) is None:
+            if not hasattr(other, "placements") and lone_value(other) is None:
                 raise mixed(func, layouts[0], other)
     return on_whole(func, args, kwargs)
 

@@ -567,7 +567,7 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
     # What reads DTensors takes runs for equal chunks, and ends in shapes that do not fit.
     names_dtensors = takes_parts(type(optimizer))  # type: ignore[arg-type]  # classes are hashable
     takes_for_chunks = names_dtensors and any(is_ragged(each.shard_spec) for each in records)
-    if cut and (is_of_sharding or (takes_for_chunks and isinstance(error, RuntimeError | TypeError | ValueError))):
+    if cut and (is_of_sharding or (takes_for_chunks and type(error) in (RuntimeError, TypeError, ValueError))):
         if type(optimizer) in STEPPED:
             return
         remedy = _USE_CHUNKS if takes_for_chunks else _USE_OWNED
