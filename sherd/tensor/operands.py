@@ -126,9 +126,7 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
-        if all(
-            each.is_replicate() for each in value.placements
-        ):  # what an optimizer of matrices has reduced
+        if all(each.is_replicate() for each in value.placements):  # what an optimizer of matrices has reduced
             remedy = f"{OWNED_DOES_ANY}; or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
