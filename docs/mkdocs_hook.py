@@ -25,12 +25,21 @@ NOT_IN_SEARCH = re.compile(r"docs/decisions/|CHANGELOG")
 
 
 class Summaries(Extension):
-    """The first paragraph of a docstring is one line: the list at the head of a page takes the first line."""
+    """The first paragraph of a docstring is one line: the list at the head of a page takes the first line.
+
+    A function is shown with the arguments of its definition, without the overloads that type checkers read, and the
+    package's names without the package's own docstring.
+    """
 
     def on_object(self, *, obj: Object, **_: object) -> None:
+        if obj.is_function:
+            obj.overloads = None
         if obj.docstring:
             first, blank, rest = obj.docstring.value.partition("\n\n")
             obj.docstring.value = " ".join(first.split()) + blank + rest
+
+    def on_package(self, *, pkg: Object, **_: object) -> None:
+        pkg.docstring = None
 
 
 def on_config(config: MkDocsConfig) -> None:
