@@ -15,7 +15,8 @@ from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.sharded import ShardedDTensor
 from tests.support.ranks.bodies import on_processes, on_threads
-from tests.tensor.cuts import line, ragged, uneven
+from tests.tensor.cuts import KINDS, line, ragged, uneven
+from tests.tensor.grids import FOUR, ragged_on
 
 ROWS, COLUMNS = Shard(0), Shard(1)
 LAYOUTS = {
@@ -121,6 +122,22 @@ def test_a_number_that_is_read_of_a_ragged_tensor_is_that_of_the_unsharded_tenso
                 assert torch.allclose(torch.tensor(found), torch.tensor(expected)), f"{name}, {kind}"
             else:
                 assert found == expected, f"{name}, {kind}"
+
+
+@on_threads(4)
+def test_numbers_and_writes_of_ragged_tensors_on_two_axes_are_those_of_the_unsharded_tensor():
+    for on, grid in FOUR.items():
+        mesh, whole = grid.mesh(), numbers((6, 4))
+        tensor = ragged_on(grid, mesh, KINDS[0], whole)
+        for name in ("var", "median", "quantile", "top", "bins", "chosen", "list", "first dim"):
+            if grid.shards != (None, None) and name in ("quantile", "top"):
+                continue  # a view of a part is no view of the tensor
+            found, expected = READ[name](tensor), READ[name](whole)
+            assert torch.allclose(torch.tensor(found), torch.tensor(expected)), f"{name}, {on}"
+        for name in ("plain rows", "index_fill", "index_add", "scatter", "largest"):
+            MASKS[name](tensor, None)
+            MASKS[name](whole, None)
+            assert torch.equal(tensor.full_tensor(), whole), f"{name}, {on}"
 
 
 @on_threads(3)
