@@ -232,7 +232,7 @@ STATISTICS = (
     "nonzero", "sort", "std", "std_mean", "take", "topk", "trace", "unique_consecutive", "unique_dim", "var",
     "var_mean",
 )  # fmt: skip
-WRITTEN_AT = ("index_add_", "index_copy_", "masked_scatter_", "scatter_", "scatter_add_")
+WRITTEN_AT = ("index_add_", "index_copy_", "index_put", "masked_scatter_", "scatter_", "scatter_add_")
 
 
 @answers(*STATISTICS, *WRITTEN_AT)
@@ -240,15 +240,17 @@ def on_owner_or_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute at the owner of all tensors; if no rank holds them, with the unsharded tensors on every rank.
 
     Raises:
-        PlacementError: a plain tensor goes with no mask or indices, or the `out` is given.
+        PlacementError: a plain tensor goes with no mask or indices, these choose from a tensor that is trained, or the
+            `out` is given.
     """
     layouts, others = layouts_in(args, kwargs), list(tensors_among((*args, *kwargs.values())))
     if common_owner(layouts) is not None or "out" in kwargs:
         return on_owner(func, args, kwargs)
-    if not any(map(is_index, others)):
-        for other in others:
-            if not hasattr(other, "placements") and lone_value(other) is None:
-                raise mixed(func, layouts[0], other)
+    if any(map(is_index, others)):
+        if torch.is_grad_enabled() and any(each.requires_grad for each in others):
+            raise unknown(func, layouts[0], "ranks may look up rows of their own in a tensor that is trained")
+    elif plain := [each for each in others if not hasattr(each, "placements") and lone_value(each) is None]:
+        raise mixed(func, layouts[0], plain[0])
     return on_whole(func, args, kwargs)
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.sharded import ShardedDTensor
 from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import refusal
 from tests.tensor.cuts import KINDS, line, ragged, uneven
 from tests.tensor.grids import FOUR, ragged_on
 
@@ -156,6 +158,29 @@ def test_a_view_of_all_elements_of_a_ragged_tensor_has_runs_too_and_writes_throu
             found.mul_(2)
             assert torch.equal(tensor.full_tensor(), whole * 2), kind
             torch.testing.assert_close((found * found).sum().to_local(), (whole * 2).square().sum())
+
+
+TRAINED = {
+    "std": lambda t: t.std(),
+    "flat": lambda t: t.flatten().square().sum(),
+    "median": lambda t: t.median(),
+    "norms of rows": lambda t: t.norm(dim=1).sum(),
+    "top": lambda t: t.flatten().topk(3).values.sum(),
+    "chosen": lambda t: t[t > 0].sum(),
+    "quantile": lambda t: torch.quantile(t, 0.3),
+    "dot": lambda t: torch.dot(t.flatten(), t.flatten()),
+}
+
+
+@on_threads(3)
+def test_a_statistic_of_a_ragged_tensor_has_the_gradient_of_the_unsharded_tensor():
+    for name, read in TRAINED.items():
+        whole = numbers((7, 3)).requires_grad_()
+        tensor = ragged(whole.detach(), RAGGED["uneven"], line(3)).requires_grad_()
+        for each in (whole, tensor):
+            read(each).backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad, msg=name)
+    assert "rows of their own" in refusal(PlacementError, lambda: tensor[torch.tensor([0, 2])])
 
 
 @on_processes(2)
