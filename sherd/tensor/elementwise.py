@@ -19,13 +19,11 @@ from sherd.layout.runs import Runs
 from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import (
     broadcasts,
-    common_owner,
     layouts_in,
     local_of,
     lone_value,
     mixed,
-    on_owner,
-    on_owner_or_whole,
+    on_unsharded,
     piece_at,
     refuse_plain_out,
     unknown,
@@ -93,15 +91,13 @@ SHARDED.answers("pointwise", *ALSO_ELEMENTWISE)(functools.partial(elementwise, o
 
 @answers("pointwise", *ALSO_ELEMENTWISE)
 def on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on this rank's run, or at an owner, to which tensors of other owners are brought."""
+    """Compute on this rank's run; tensors of other owners are brought to it."""
     return elementwise(func, args, kwargs, _on_runs)
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layouts = layouts_in(args, kwargs)
     layout = layouts[0]
-    if any(other.strides or not layout.same_as(other) for other in layouts) and common_owner(layouts) is not None:
-        return on_owner(func, args, kwargs)
     if "out" in kwargs:
         refuse_plain_out(func, kwargs, layout)
     if is_in_place(func) and not isinstance(args[0], RaggedDTensor):
@@ -120,25 +116,25 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("set_")
 def given_other_memory(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Refuse other memory, at an owner too: gathers read the tensor's own memory."""
+    """Refuse other memory: gathers read the tensor's own."""
     raise unknown(func, layouts_in(args, kwargs)[0], "a run keeps its memory; write into it, tensor.data = value")
 
 
 @answers("view", "_unsafe_view", "expand", "reshape", "squeeze", "unsqueeze")
 def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a view of all elements in their order, or as another dtype of the same size. Others need an owner."""
+    """Returns a view of all elements in their order, or as another dtype of the same size."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
     if func.name() == "aten::view.dtype":
         same_size = args[1].itemsize == tensor.dtype.itemsize
-        return on_runs(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
+        return on_runs(func, args, kwargs) if same_size else on_unsharded(func, args, kwargs)
     local = local_tensor(tensor)
     shape = tuple(func(torch.empty(layout.shape, device="meta"), *args[1:], **kwargs).shape)
     if shape == layout.shape:
         return as_result(local.view_as(local), layout)
     has_no_runs = layout.owner is not None or layout.strides or layout.cut.shape != layout.shape
     if has_no_runs or prod(shape) != layout.numel:
-        return on_owner(func, args, kwargs)
+        return on_unsharded(func, args, kwargs)
     cut = Runs(shape, layout.cut.num_ranks, layout.cut.first, layout.cut.ends)
     return _recut(local, layout, cut, shape)
 
@@ -150,7 +146,7 @@ def resized(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 @answers("index_put_")
-def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner_or_whole) -> object:
+def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_unsharded) -> object:
     """Set `tensor[mask] = number`, for a mask with the tensor's places; `otherwise` answers other indices."""
     tensor, indices, value, *accumulate = args
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
@@ -168,7 +164,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
 
 
 @answers("index_fill_")
-def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner_or_whole) -> object:
+def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_unsharded) -> object:
     """Set the places of an index to a number. torch 2.15 sets a scalar by its mask so."""
     tensor, _, index, value = args
     if _is_of_a_scalar(tensor, index):
@@ -197,7 +193,7 @@ def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns a view of this rank's run, of twice as many elements."""
     layout = layout_of(spec_of(args[0]))
     if layout.strides:
-        return on_owner(func, args, kwargs)
+        return on_unsharded(func, args, kwargs)
     cut = layout.cut
     at_owner = layout.owner is not None
     pairs = Runs((*cut.shape, 2), cut.num_ranks, cut.first, tuple(2 * end for end in cut.ends), cut.by_rows or at_owner)
@@ -214,7 +210,7 @@ def as_complex(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layout = layout_of(spec_of(args[0]))
     cut = layout.cut
     if layout.strides or not cut.shape or cut.shape[-1] != 2 or layout.shape[-1] != 2:
-        return on_owner(func, args, kwargs)
+        return on_unsharded(func, args, kwargs)
     if any(end % 2 for end in cut.ends):
         raise unknown(func, layout, "a pair of numbers is on two ranks")
     shape = cut.shape[:-1]
@@ -250,8 +246,6 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return _into_other(func, args, kwargs)
     layout = layout_of(spec_of(target))
     source_layouts = layouts_in((source,), {})
-    if source_layouts and common_owner([layout, *source_layouts]) is not None:
-        return on_owner(func, args, kwargs)
     run = local_of(source, layout, func) if source_layouts else lone_value(source)
     if run is None:
         is_dtensor = isinstance(source, DTensor)
@@ -283,12 +277,12 @@ def _into_other(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation | N
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a tensor of the same shape in the same layout. Another shape needs an owner."""
+    """Returns a tensor of the same shape in the same layout; one of another shape on every rank."""
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
-    if tuple(size) != layout.shape or layout.strides:
-        return on_owner(func, args, kwargs)
     local = local_tensor(tensor)
+    if tuple(size) != layout.shape or layout.strides:
+        return known(func(local, size, *rest, **kwargs), layout)
     if "strided" in func.name():
         rest = [torch.empty(local.shape, device="meta").stride(), *rest[1:]]
     return as_result(func(local, layout.local_shape, *rest, **kwargs), layout)

@@ -1,28 +1,21 @@
-"""The operands of one operation: what this rank computes with, or where one rank computes for all.
+"""The operands of one operation: what this rank computes with, or the unsharded tensors, with which every rank does.
 
-Tensors whose elements are on the same ranks may meet. An operation that needs the unsharded tensor is done by the rank
-that holds it, if one rank does (`Owned`): so Muon and Shampoo run unchanged, each matrix at its owner.
-
-    w (4, 6) owned by rank 1        w @ w.T (4, 4)        w.T (6, 4), a view
-    rank 0 | (0, 6) |               | (0, 4) |            | (0, 4) |
-    rank 1 | (4, 6) |               | (4, 4) |            | (6, 4) |
-
-All ranks infer the result's shape on the meta device; so if one rank raises, all do.
+Tensors whose elements are on the same ranks may meet, element by element. An operation that needs other elements is
+done by every rank with the unsharded tensors, as for equal chunks (`on_whole`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import become_view, local_tensor, spec_of
+from sherd._torch import local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of, places_of
-from sherd.tensor.ragged import RaggedDTensor, as_result
+from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.sharded import on_whole
 from sherd.tensor.table import (
@@ -30,21 +23,17 @@ from sherd.tensor.table import (
     Aten,
     Kwargs,
     answers,
-    is_in_place,
     is_index,
     is_list_of_tensors,
     name_of,
     of_kind,
     tensors_among,
-    with_changed,
 )
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
     ".to_local() to work with this rank's piece"
 )
-
-OWNED_DOES_ANY = "with placement Owned() each tensor has one owner, which can do any operation"
 
 
 def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
@@ -127,7 +116,7 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
         if all(each.is_replicate() for each in value.placements):  # what an optimizer of matrices has reduced
-            remedy = f"{OWNED_DOES_ANY}; or {remedy}"
+            remedy = f"give an optimizer of whole matrices placement Owned(), or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
                 "a whole gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
@@ -142,14 +131,10 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
     )
 
 
-def unknown(func: Aten, layout: Layout, why: str = "") -> PlacementError:
-    """Returns the error for an operation that runs of elements cannot answer."""
-    owner = OWNED_DOES_ANY
-    if len(layout.splits) and layout.owner is None:
-        owner = f"{owner}, if no other axis of {layout.mesh} shards it"
+def unknown(func: Aten, layout: Layout, why: str) -> PlacementError:
+    """Returns the error for an operation that is refused, and why."""
     return PlacementError(
-        f"{name_of(func)} is not known for a tensor of shape {layout.shape} that is cut as {layout}"
-        f"{f' ({why})' if why else ''}; {WAYS_OUT}; {owner}"
+        f"{name_of(func)} is not done on a tensor of shape {layout.shape} that is cut as {layout} ({why}); {WAYS_OUT}"
     )
 
 
@@ -158,9 +143,6 @@ def refuse_plain_out(func: Aten, kwargs: Kwargs, layout: Layout) -> None:
     for out in tensors_among([kwargs.get("out")]):
         if not layouts_in((out,), {}):
             raise mixed(func, layout, out)
-
-
-# At an owner
 
 
 def common_owner(layouts: Sequence[Layout]) -> int | None:
@@ -173,98 +155,20 @@ def common_owner(layouts: Sequence[Layout]) -> int | None:
 
 
 @answers("other")
-def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute at the owner of all tensors; other ranks make empty pieces of the results.
+def on_unsharded(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute with the unsharded tensors, on every rank. All ranks of the mesh must call it.
 
     Raises:
-        PlacementError: no rank holds all of them, or the shape of the result depends on their values.
+        PlacementError: a plain tensor takes part that is neither a number nor mask or indices, or these choose from a
+            tensor that is trained; the `out` is plain; or the tensor itself is to get another shape.
     """
-    layouts = layouts_in(args, kwargs)
-    layout = layouts[0]
-    if common_owner(layouts) is None:
-        for other in ragged_among(args, kwargs):
-            if not layout_of(spec_of(other)).same_as(layout):
-                raise mixed(func, layout, other)
-        raise unknown(func, layout)
-
-    def operands(of_ragged: Callable[[RaggedDTensor], torch.Tensor]) -> tuple[Args, Kwargs]:
-        """Returns the arguments with `of_ragged` of each ragged tensor, and with the lone values of other tensors."""
-
-        def operand(value: torch.Tensor) -> torch.Tensor:
-            one = of_ragged(value) if isinstance(value, RaggedDTensor) else lone_value(value)
-            one = value if one is None and is_index(value) else one
-            if one is None:
-                raise mixed(func, layout, value)
-            return one
-
-        changed: tuple[Args, Kwargs] = with_changed((args, kwargs), torch.Tensor, operand)
-        return changed
-
-    def shape_only(value: RaggedDTensor) -> torch.Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    def unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
-        local = local_tensor(value)
-        return local if local.shape == value.shape else local.view(value.shape)
-
+    layout, others = layouts_in(args, kwargs)[0], list(tensors_among((*args, *kwargs.values())))
     refuse_plain_out(func, kwargs, layout)
-    meta_args, meta_kwargs = with_changed(operands(shape_only), torch.Tensor, lambda value: value.to("meta"))
-    try:
-        inferred = func(*meta_args, **meta_kwargs)
-    except NotImplementedError as error:
-        raise unknown(func, layout, "the shape of its result depends on the values") from error
-    result = inferred
-    if layout.rank == layout.owner:
-        full_args, full_kwargs = operands(unsharded_at_owner)
-        result = func(*full_args, **full_kwargs)
-    if "out" in kwargs:
-        return kwargs["out"]
     if torch.Tag.inplace_view in func.tags:
-        placed = _placed(result, inferred, layout, func)
-        become_view(args[0], func, args, kwargs, local_tensor(placed), spec_of(placed))
-        return args[0]
-    return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
-
-
-STATISTICS = (
-    "_unique", "_unique2", "aminmax", "argmax", "argmin", "bincount", "dist", "dot", "gather", "histc", "histogram",
-    "index", "index_select", "kthvalue", "logsumexp", "masked_select", "median", "mode", "nanmedian", "nansum",
-    "nonzero", "sort", "std", "std_mean", "take", "topk", "trace", "unique_consecutive", "unique_dim", "var",
-    "var_mean",
-)  # fmt: skip
-WRITTEN_AT = ("index_add_", "index_copy_", "index_put", "masked_scatter_", "scatter_", "scatter_add_")
-
-
-@answers(*STATISTICS, *WRITTEN_AT)
-def on_owner_or_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute at the owner of all tensors; if no rank holds them, with the unsharded tensors on every rank.
-
-    Raises:
-        PlacementError: a plain tensor goes with no mask or indices, these choose from a tensor that is trained, or the
-            `out` is given.
-    """
-    layouts, others = layouts_in(args, kwargs), list(tensors_among((*args, *kwargs.values())))
-    if common_owner(layouts) is not None or "out" in kwargs:
-        return on_owner(func, args, kwargs)
+        raise unknown(func, layout, "it gives the tensor itself another shape; use the view that is no in-place one")
     if any(map(is_index, others)):
         if torch.is_grad_enabled() and any(each.requires_grad for each in others):
-            raise unknown(func, layouts[0], "ranks may look up rows of their own in a tensor that is trained")
+            raise unknown(func, layout, "ranks may look up rows of their own in a tensor that is trained")
     elif plain := [each for each in others if not hasattr(each, "placements") and lone_value(each) is None]:
-        raise mixed(func, layouts[0], plain[0])
+        raise mixed(func, layout, plain[0])
     return on_whole(func, args, kwargs)
-
-
-def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:
-    """Returns the results as ragged tensors at the owner in `layout`."""
-    if isinstance(inferred, list | tuple):
-        pairs = zip(result, inferred, strict=True)
-        return type(inferred)([_placed(value, shape, layout, func) for value, shape in pairs])
-    if not isinstance(inferred, torch.Tensor):
-        raise unknown(func, layout, "it gives no tensor")
-    strides = None if inferred.is_contiguous() else tuple(inferred.stride())
-    at_owner = layout.like(layout.owned_cut(tuple(inferred.shape)), strides)
-    if layout.rank == layout.owner:
-        local = result if inferred.ndim else result.reshape(1)
-    else:
-        local = torch.empty(at_owner.local_shape, dtype=inferred.dtype, device=layout.device)
-    return as_result(local, at_owner)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from sherd._torch import (
     attributes_of,
@@ -184,6 +184,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
 """The optimizers that are stepped here. The `step` of a subclass may not treat every element alike."""
+
+
+_ELEMENTWISE_STEPS = {inspect.unwrap(vars(each)["step"]) for each in ELEMENTWISE}
 
 
 class LocalStep:
@@ -404,10 +407,13 @@ _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
-    """Returns True if the steps of a class take DTensors: those of torch, ours, and those that take them apart."""
-    is_ours = hasattr(optimizer_class, "spec_of_state")
-    is_torchs = inspect.unwrap(optimizer_class.step).__module__.startswith("torch.optim")
-    return is_ours or is_torchs or takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
+    """Returns True if the steps of a class take DTensors: element by element, ours, and those that take them apart.
+
+    That of torch's LBFGS is one of all parameters, which ranks do not make by themselves.
+    """
+    is_ours = hasattr(optimizer_class, "spec_of_state") or issubclass(optimizer_class, LBFGS)
+    is_elementwise = inspect.unwrap(optimizer_class.step) in _ELEMENTWISE_STEPS
+    return is_ours or is_elementwise or takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache

@@ -48,9 +48,8 @@ class RaggedDTensor(OwnDTensor):
 
     Checkpoints, optimizers and gradient clipping take it for a DTensor: `shape` is the shape of the unsharded tensor,
     `to_local()` is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element,
-    or reduce to one value; other statistics gather. When one rank holds the unsharded tensor (`Owned`), that rank does
-    any operation: the matrix products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so
-    does a second tensor with other places.
+    or reduce to one value; others gather, and all ranks must call them. A second tensor with other places raises
+    `PlacementError`.
     """
 
     @classmethod

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor, spec_of
 from sherd.tensor.elementwise import on_runs
 from sherd.tensor.gather import counted_here, gather
-from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner_or_whole, unknown
+from sherd.tensor.operands import layouts_in, local_of, lone_value, on_unsharded, unknown
 from sherd.tensor.optimizers import by_kind
 from sherd.tensor.placement import Layout, Places, layout_of
 from sherd.tensor.reduction_table import (
@@ -54,7 +54,7 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
                 return on_runs(func, args, kwargs)  # an empty list means no dim to these two, and all dims to others
             # max.dim and min.dim also return indices.
             if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dim, layout):
-                return on_owner_or_whole(func, args, kwargs)  # a reduction over some dims gives more than one value
+                return on_unsharded(func, args, kwargs)  # a reduction over some dims gives more than one value
             _require_accepted(func, tensor, rest, kwargs)
             return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(options.get("keepdim")))
 
@@ -195,7 +195,7 @@ def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
             return by_torch(func, args, kwargs)
         if options.get("out") is not None:
             raise unknown(func, layout_of(spec_of(tensor)), "out= of a reduction")
-        return on_owner_or_whole(func, args, kwargs)
+        return on_unsharded(func, args, kwargs)
     power = options.get("ord", options.get("p"))
     _require_accepted(func, tensor, rest, kwargs)
     (value,) = norms([tensor], 2.0 if power is None else float(power), options.get("dtype"), places)

@@ -222,7 +222,7 @@ class CopiedView(ReadableDTensor):
     the tensor too.
     """
 
-    viewed: ShardedDTensor | CopiedView
+    viewed: OwnDTensor | CopiedView
     look: Callable[[torch.Tensor], torch.Tensor]
     """Returns the view of an unsharded tensor."""
 
@@ -253,8 +253,11 @@ class CopiedView(ReadableDTensor):
         viewed = self.viewed
         whole = whole_of(viewed)
         self.look(whole).copy_(_copy(self).full_tensor())
-        replicated = DTensor.from_local(whole, self.device_mesh, run_check=False)
-        local_tensor(viewed).copy_(local_tensor(replicated.redistribute(placements=viewed.placements)))
+        if isinstance(viewed, OwnDTensor):
+            local_tensor(viewed).copy_(viewed.piece_of(whole))
+        else:
+            replicated = DTensor.from_local(whole, self.device_mesh, run_check=False)
+            local_tensor(viewed).copy_(local_tensor(replicated.redistribute(placements=viewed.placements)))
         torch.autograd.graph.increment_version(viewed)
         if isinstance(viewed, CopiedView):
             viewed.write_back()
@@ -271,7 +274,7 @@ def _ours_of_copy(view: DTensor) -> DTensor:
     return as_ours(_copy(view))
 
 
-def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwargs: Kwargs, result: Any) -> object:
+def _views_of(viewed: OwnDTensor | CopiedView, func: Aten, args: Args, kwargs: Kwargs, result: Any) -> object:
     """Returns the result of a view operation: DTensors with memory of their own as `CopiedView`, others as ours."""
     memory = local_tensor(viewed).untyped_storage().data_ptr()
     several = isinstance(result, list | tuple)
@@ -369,7 +372,7 @@ def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
         local_tensor(target).copy_(target.piece_of(written))
         return target
     answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
-    return _views_of(own, func, args, kwargs, answers) if func.is_view and isinstance(own, ShardedDTensor) else answers
+    return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:

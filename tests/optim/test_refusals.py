@@ -14,6 +14,7 @@ from sherd import Flat, Owned, fully_shard, replicate
 from sherd.errors import OptimizerError, SherdError
 from sherd.optim import flatten_optimizer
 from tests.support.comparing import assert_refused, assert_same, whole_params
+from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 
@@ -60,6 +61,14 @@ def test_what_cannot_be_stepped_is_named_and_the_remedy_works(name):
         trained(fully_shard(made(odd)), make)
     remedied = fully_shard(made(odd), placement=works) if works else replicate(made(odd))
     assert trained(remedied, make) == pytest.approx(trained(made(odd), make), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, works) in REFUSED.items() if works])
+@on_threads(4)
+def test_each_replica_has_owners_that_step_whole_matrices(name):
+    make, works = REFUSED[name]
+    model = fully_shard(made(odd), mesh=mesh_of((2, 2)), placement=works)
+    assert trained(model, make) == pytest.approx(trained(made(odd), make), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", STEPPED)

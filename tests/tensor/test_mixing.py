@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -15,7 +14,7 @@ from sherd._torch import dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard, layout_of
-from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
+from sherd.tensor.ragged import distribute_ragged, ragged_dtensor, redistribute_to
 from sherd.tensor.sharded import sharded_dtensor
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import NOTHING
@@ -56,7 +55,7 @@ MIXES = {
     "copy into a plain tensor": (lambda ragged, other, stock: torch.ones(SHAPE).copy_(ragged), "cannot be copied into"),
     "copy into stock": (lambda ragged, other, stock: stock.copy_(ragged), "cannot be copied into"),
     "copy of another shape": (lambda ragged, other, stock: ragged.copy_(torch.ones(4, 6)), "a plain tensor of shape"),
-    "product": (lambda ragged, other, stock: ragged @ torch.ones(4), "aten.mv is not known"),
+    "product": (lambda ragged, other, stock: ragged @ torch.ones(4), r"a plain tensor of shape \(4,\)"),
     "fused": (
         lambda ragged, other, stock: torch._fused_sgd_(
             [ragged], [other], [], weight_decay=0, momentum=0, lr=1, dampening=0, nesterov=False, maximize=False,
@@ -66,18 +65,30 @@ MIXES = {
     ),
 }  # fmt: skip
 
-UNKNOWN = {
-    "matmul": lambda ragged: ragged @ ragged,
-    "transpose": lambda ragged: ragged.t(),
-    "index": lambda ragged: ragged[0],
-    "slice": lambda ragged: ragged[1:3],
-    "cumsum": lambda ragged: ragged.cumsum(0),
-    "stack": lambda ragged: torch.stack([ragged, ragged]),
-    "cat": lambda ragged: torch.cat([ragged, ragged]),
-    "softmax": lambda ragged: ragged.softmax(0),
-    "expand": lambda ragged: ragged.expand(2, 6, 4),
-    "new of another shape": lambda ragged: ragged.new_zeros(3),
-    "split": lambda ragged: ragged.split(2),
+OF_OTHERS = {
+    "matmul": lambda a: a @ a.T,
+    "transpose": lambda a: a.T.contiguous(),
+    "two transposes": lambda a: a.T * 2 + a.t(),
+    "reshape": lambda a: a.reshape(4, 6),
+    "reshaped transpose": lambda a: a.T.reshape(3, 8),
+    "index": lambda a: a[0],
+    "slice": lambda a: a[1:3],
+    "element": lambda a: a[2, 1],
+    "rows": lambda a: a.sum(0),
+    "norms": lambda a: a.norm(dim=-1, keepdim=True),
+    "normed": lambda a: a / a.norm(),
+    "centred": lambda a: a - a.mean(1, keepdim=True),
+    "cat": lambda a: torch.cat([a, a * 2]),
+    "stack": lambda a: torch.stack([a, a]).cumsum(0),
+    "sort": lambda a: a.sort(descending=True)[0],
+    "qr": lambda a: torch.linalg.qr(a)[0],
+    "new of another shape": lambda a: a.new_zeros(3) + 1,
+    "softmax": lambda a: a.softmax(-1),
+    "addmm": lambda a: torch.addmm(a @ a.T, a, a.T, beta=0.5, alpha=2),
+    "topk": lambda a: a.flatten().topk(3)[0],
+    "expand": lambda a: a.expand(2, 6, 4),
+    "split": lambda a: a.split(2)[1],
+    "nonzero": lambda a: (a > 0).nonzero(),
 }
 
 
@@ -100,67 +111,32 @@ def test_tensors_that_lie_elsewhere_are_compared_alike_on_all_ranks():
     assert (torch.equal(first, short), torch.equal(short, first)) == (False, False)
 
 
-@on_threads(2)
-def test_an_unknown_operation_is_named():
-    for cut in (uneven(SHAPE, 2), Runs(SHAPE, 2, 0, (8, 24), by_rows=True)):
-        for name, operation in UNKNOWN.items():
-            told = refusal(operation, ragged(numbers(SHAPE), cut, line(2)))
-            assert told.startswith("aten."), name
-            assert ".redistribute(placements=[Replicate()])" in told, name
-            assert ".to_local()" in told, name
-
-
 @on_threads(3)
-def test_an_owner_does_any_operation_and_others_know_its_shape():
-    mesh, whole, cut = line(3), numbers(SHAPE), Runs(SHAPE, 3, 1, (24,), by_rows=True)
-    mine = ragged(whole, cut, mesh)
-    for operation in (
-        lambda a: a @ a.T,
-        lambda a: a.T.contiguous(),
-        lambda a: a.T * 2 + a.t(),
-        lambda a: a.reshape(4, 6),
-        lambda a: a.T.reshape(3, 8),
-        lambda a: a[1:3],
-        lambda a: a[2, 1],
-        lambda a: a.sum(0),
-        lambda a: a.norm(dim=-1, keepdim=True),
-        lambda a: a / a.norm(),
-        lambda a: a - a.mean(1, keepdim=True),
-        lambda a: torch.cat([a, a * 2]),
-        lambda a: torch.stack([a, a]).cumsum(0),
-        lambda a: a.sort(descending=True)[0],
-        lambda a: torch.linalg.qr(a)[0],
-        lambda a: a.new_zeros(3) + 1,
-        lambda a: a.softmax(-1),
-        lambda a: torch.addmm(a @ a.T, a, a.T, beta=0.5, alpha=2),
-        lambda a: a.flatten().topk(3)[0],
-        lambda a: a[:, :1].clone().squeeze_(1) * 2,
-        lambda a: a.clone().unsqueeze_(0),
-        lambda a: a.clone().t_() + a.T,
-    ):
-        result, expected = operation(mine), operation(whole)
-        assert type(result) is RaggedDTensor
-        assert result.shape == expected.shape
-        assert result.stride() == expected.stride()
-        assert result.to_local().numel() == (expected.numel() if dist.get_rank() == 1 else 0)
-        torch.testing.assert_close(whole_of(result), expected)
-    part, like = mine.clone(), whole.clone()
-    for each in (part, like):
-        each.T[1:3].mul_(3)
-    assert torch.equal(whole_of(part), like)
-    parameter, plain = nn.Parameter(mine.clone()), nn.Parameter(whole.clone())
-    for each in (parameter, plain):
-        product = each @ each.T
-        product.backward(torch.ones_like(product))
-    torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
+def test_what_needs_other_ranks_elements_is_that_of_the_unsharded_tensor():
+    mesh, whole = line(3), numbers(SHAPE)
+    owned = Runs(SHAPE, 3, 1, (24,), by_rows=True)
+    for cut in (uneven(SHAPE, 3), Runs(SHAPE, 3, 0, (8, 24, 24), by_rows=True), owned):
+        mine = ragged(whole, cut, mesh)
+        for name, operation in OF_OTHERS.items():
+            torch.testing.assert_close(whole_of(operation(mine)), operation(whole), msg=f"{name}, {cut}")
+        part, like = mine.clone(), whole.clone()
+        for each in (part, like):
+            each.T[1:3].mul_(3)
+            each[0].fill_(2)
+        assert torch.equal(whole_of(part), like)
+        parameter, plain = nn.Parameter(mine.clone()), nn.Parameter(whole.clone())
+        for each in (parameter, plain):
+            product = each @ each.T
+            product.backward(torch.ones_like(product))
+        torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
+        assert "gives the tensor itself another shape" in refusal(mine.clone().t_)
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|reduction dim"):
+            mine @ mine
     elsewhere = ragged(whole, Runs(SHAPE, 3, 2, (24,), by_rows=True), mesh)
+    mine = ragged(whole, owned, mesh)
     torch.testing.assert_close(whole_of(mine + elsewhere), 2 * whole)
-    assert (mine + elsewhere).cut == cut, "the first one stays where it is"
-    refused = (lambda: mine @ torch.ones(4, 4), mine.nonzero, lambda: mine @ elsewhere.T)
-    for number, attempt in enumerate((*refused, lambda: mine + elsewhere.T.contiguous().T)):
-        assert refusal(attempt) != NOTHING, f"attempt {number}"
-    with pytest.raises(RuntimeError, match="reduction dim"):
-        mine @ mine
+    assert (mine + elsewhere).cut == owned, "the first one stays where it is"
+    assert refusal(lambda: mine @ torch.ones(4, 4)) != NOTHING
 
 
 # Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.

@@ -1,6 +1,5 @@
 """The optimizers of torch.optim step ragged parameters as they step plain ones."""
 
-import functools
 from itertools import product
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.optim.classes import CLASSES, FORMS, maker
 from tests.support.comparing import whole
 from tests.tensor.cuts import KINDS, SHAPES, numbers, whole_of
-from tests.tensor.grids import FOUR, GRIDS, LINES, Grid, placements_of, ragged_on
+from tests.tensor.grids import GRIDS, LINES, placements_of, ragged_on
 
 
 def compare(grid, kind, make, with_stock=False, shapes=SHAPES, dtype=torch.float32):
@@ -75,29 +74,3 @@ def test_stock_and_ragged_parameters_step_together_on_any_axes(threads, on, name
     kind = "blocks" if on == "tp rows" else "uneven"
     with_stock = (name, form) != ("SGD momentum", "fused")  # which takes no DTensors of torch
     threads(GRIDS[on].num_ranks).run(compare, GRIDS[on], kind, maker(name, form), with_stock)
-
-
-MATRICES = ((6, 4), (3, 5), (4, 4), (5, 2))
-# On an axis of one rank a tensor is sharded by name only.
-OWNERS = [*list(LINES.values())[:3], FOUR["tp copies"], FOUR["two axes"], Grid((2, 1), (None, 0), (0,))]
-
-
-@pytest.mark.parametrize("grid", OWNERS, ids=str)
-def test_an_owner_steps_whole_matrices_wherever_it_has_them(threads, grid):
-    # Adafactor makes statistics of rows, which are at the owner too.
-    others = (*MATRICES, (5,), (), (2, 3, 4))
-    steps = [(functools.partial(torch.optim.Muon, lr=0.1), MATRICES)]
-    steps += [(functools.partial(torch.optim.Adafactor, lr=0.1, foreach=each), others) for each in (True, False)]
-    ways = list(product(("whole", "last"), steps))
-    for kind, (make, shapes) in ways if grid in LINES.values() else ways[::4]:
-        threads(grid.num_ranks).run(compare, grid, kind, make, shapes=shapes)
-
-
-def test_a_matrix_that_no_rank_owns_is_refused(threads):
-    adafactor = functools.partial(torch.optim.Adafactor, foreach=False)
-    for kind in ("uneven", "rows"):
-        with pytest.raises(Exception, match=r"PlacementError(.|\n)*with placement Owned\(\) each tensor has one owner"):
-            threads(2).run(compare, LINES["2 in a row"], kind, adafactor, shapes=MATRICES)
-    for name in ("tp columns", "tp rows"):
-        with pytest.raises(Exception, match=r"PlacementError(.|\n)*any operation, if no other axis of .* shards it"):
-            threads(4).run(compare, FOUR[name], "whole", torch.optim.Muon, shapes=MATRICES)
