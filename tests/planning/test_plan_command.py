@@ -354,7 +354,7 @@ def test_the_answer_is_fits_tight_or_does_not_fit_in_text_json_and_on_the_page(f
         assert (found["answer"], found["fits"]) == (answer, code == 0)
         assert found["published"] == {"devices": "A100", "low": 0.062, "high": 0.131, "num": 4}
         assert f"{answer}" in page.read_text()
-        assert '"lines":{"reserved, with the driver":' in page.read_text()
+        assert '"text":"reserved, with the driver ' in page.read_text()
 
 
 def test_host_memory_is_counted_and_refused_above_that_of_the_cluster(files, capsys):
