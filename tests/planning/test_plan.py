@@ -351,7 +351,6 @@ def test_many_ranks_are_planned_as_fast_as_few_and_always_alike():
     first, second = (str(made(mesh=(1024, 128), placement="flat")) for _ in range(2))
     assert first == second
     assert first.startswith("Decoder on 131072 ranks: 131072 x NVIDIA H100")
-    assert "of this speed, with jitter, failures and a checkpoint every" in first
 
 
 def test_the_program_of_the_page_runs():

@@ -329,9 +329,8 @@ def test_several_clusters_and_batches_are_one_table_the_cheapest_first_with_days
     costs = [each["cost_per_million_tokens"] for each in plans]
     assert costs == [*sorted(costs[:4]), None, None]
     for each in plans[:4]:
-        assert each["price"] == pytest.approx(1.4e6 * each["cost_per_million_tokens"], rel=0.05)
-        assert each["days"] == pytest.approx(1.4e12 / each["tokens_per_second"] / 86400, rel=0.05)
-        assert each["days"] > 1.4e12 / each["tokens_per_second"] / 86400, "failures and checkpoints take time"
+        assert each["price"] == pytest.approx(1.4e6 * each["cost_per_million_tokens"])
+        assert each["days"] == pytest.approx(1.4e12 / each["tokens_per_second"] / 86400)
     out = said(capsys, *words)
     head, *rows = out.partition("\n\n")[0].splitlines()
     assert re.split(" {2,}", head) == ["cluster", "ranks", "samples", "step", *COLUMNS]

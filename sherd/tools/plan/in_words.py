@@ -12,7 +12,6 @@ from torch import nn
 from sherd.api.blocks import repeated_blocks
 from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.costs import ACROSS
-from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, Room, SearchResult, Verdict
 from sherd.tools.simulate.settings import AXES, Settings
@@ -172,10 +171,6 @@ def lines_of(
     cost, per = cost_of(prediction)
     if cost is not None:
         yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
-    if prediction.cluster.device.overlaps:
-        left = goodput(prediction.mesh.num_ranks, Faults())
-        when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"
-        yield f"long runs   {left.share:.1%} of this speed, with jitter, failures and a checkpoint every {when}"
     yield ""
     peak = timeline.peak
     yield f"memory of a rank at the peak, {peak.moment}"
