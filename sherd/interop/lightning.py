@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd.api.auto_shard import auto_shard, check_arguments
-from sherd.api.blocks import Wrapping, repeated_blocks
+from sherd.api.blocks import repeated_blocks
 from sherd.api.ema import Ema
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import register_fsdp_forward_method
@@ -83,7 +83,7 @@ class _Sharding:
 
     def __init__(
         self,
-        policy: WrapPolicy | Wrapping | set[type[nn.Module]] | None = None,
+        policy: WrapPolicy | set[type[nn.Module]] | None = None,
         *,
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: tuple[int, int] | None = None,
