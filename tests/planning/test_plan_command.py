@@ -158,6 +158,7 @@ def program_in(out, folder, more):
 def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, capsys):
     words = ["--checkpointing", "0.5", "--recompute", "selective", "--mesh", "replicate=2,dp=1", "--samples", 4]
     words += ["--micro-batch", 1, "--reshard", "no", "--placement", "flat", "--cluster", "laptop", "--context", 8]
+    words += ["--wrapping", "pairs"]
     out = said(capsys, files / "llama.json", *words)
     more = "print(type(model.model.layers[0].self_attn.q_proj.weight).__name__, mesh.mesh_dim_names)\n"
     more += "print([isinstance(each.forward, functools.partial) for each in model.model.layers])"
@@ -169,6 +170,7 @@ def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, cap
     assert weight == "RaggedDTensor ('replicate', 'dp')"
     assert checkpointed == str([False, True] * (LLAMA["num_hidden_layers"] // 2))
     assert "sherd.accumulate(model, 2)" in out
+    assert "auto_units(" in out
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=1,tp=2", marks=pytest.mark.slow)])
