@@ -26,7 +26,7 @@ LIMIT = {"color": folded.WAIT, "dash": "dash"}
 POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 HEAD = f"""<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>"""
-STYLE = "font-family: sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere"
+STYLE = "font-family: sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; overflow-wrap: break-word"
 
 
 def require_plotly() -> None:
@@ -72,7 +72,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _drawn(figure: Figure, name: str, with_library: bool = False) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 110, "r": 10, "t": 60, "b": 50})
+    figure.update_layout(template="plotly_white", margin={"l": 110, "r": 10, "t": 60}, legend_orientation="h")
     return str(figure.to_html({"displaylogo": False}, include_plotlyjs=with_library, full_html=False, div_id=name))
 
 
