@@ -213,9 +213,7 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
 
 def bytes_in(text: str, where: str) -> int:
     """Returns the bytes in a text as "80 GiB". Raises ClusterError, which names `where` it was read."""
-    nbytes = _value(where, text, BYTES)
-    assert isinstance(nbytes, int), "bytes are whole"
-    return nbytes
+    return int(str(_value(where, text, BYTES)))
 
 
 def _tree(path: Path) -> dict[str, object]:
