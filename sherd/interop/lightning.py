@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 from torch import nn
@@ -83,7 +83,8 @@ class _Sharding:
 
     def __init__(
         self,
-        policy: WrapPolicy | set[type[nn.Module]] | None = None,
+        # LightningCLI evaluates annotations, and `|` takes no text, which the first of these is.
+        policy: Union[WrapPolicy, set[type[nn.Module]], None] = None,  # noqa: UP007
         *,
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: tuple[int, int] | None = None,
