@@ -103,11 +103,11 @@ clean:
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 UV = $(@D)/bin/python -m uv pip install -q --python $(@D) -c constraints.txt
-$(VENV)/.test: EXTRAS := train,hf,test
+$(VENV)/.test: EXTRAS := train,tools,hf,test
 $(VENV)/.train: EXTRAS := train
-$(VENV)/.lint: EXTRAS := train,hf,test,dev
-$(INTEROP)/.interop: EXTRAS := train,hf,test,test-interop
-$(INTEROP)/.all: EXTRAS := train,hf,test,test-interop,lm-eval
+$(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
+$(INTEROP)/.interop: EXTRAS := train,tools,hf,test,test-interop
+$(INTEROP)/.all: EXTRAS := train,tools,hf,test,test-interop,lm-eval
 # Alone: it asks for a `datasets` older than that of transformers, which its tests have no use for. The extra
 # `test-interop` has what they import.
 $(INTEROP)/.interop $(INTEROP)/.all: TITAN := 'torchtitan; python_version >= "3.11"'

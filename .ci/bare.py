@@ -19,7 +19,7 @@ TINY += ["optimizer.batch=4", "optimizer.micro_batch=2", "run.sample=10", "run.s
 
 
 def main() -> None:
-    for name in ("numpy", "matplotlib", "rich", "transformers", "pytest"):
+    for name in ("numpy", "matplotlib", "plotly", "rich", "transformers", "pytest"):
         assert importlib.util.find_spec(name) is None, f"{name} is installed, so this shows nothing"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Without it gloo asks the resolver for this machine's name, which fails where there is no network.

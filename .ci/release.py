@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from setup import version, with_absolute_links  # noqa: E402
 
 DIST = ROOT / "dist"
-IN_WHEEL = {"py.typed", "tools/report/page.css", "tools/report/page.js", "tools/simulate/clusters/h100.toml"}
+IN_WHEEL = {"py.typed", "tools/simulate/clusters/h100.toml"}
 
 
 def main() -> None:

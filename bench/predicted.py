@@ -1,8 +1,8 @@
 """`python -m bench.predicted`: are the steps of random models on two CPU ranks predicted as they then run?
 
-A seed decides a model and its settings. `sherd doctor --bandwidth` measures this machine once, as its file has it, and
-the operations of each model as with `--model`; each is predicted from that, and run. Steps and operations are measured
-in turns, and of each the turn counts in which others use the machine least: a plan has it to itself.
+A seed decides a model and its settings. `sherd doctor --bandwidth` and `bench.calibration` measure this machine once;
+the operations of each model are timed, and it is predicted from that, and run. Steps and operations are measured in
+turns, and of each the turn counts in which others use the machine least: a plan has it to itself.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.cli.compare import compared
-from sherd.cli.own_model import step as own_step
 from sherd.policy import CommPolicy
-from sherd.tools.doctor.bandwidth import measured, measured_together
-from sherd.tools.doctor.operations import EXACTLY, Operations, timed_operations, until, with_operations
+from sherd.tools.doctor.bandwidth import measured
 from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.planner import Planner, Training, compute_in, fully_shard_args
+from sherd.tools.plan.reading import Loss
 from sherd.tools.plan.tracing import traced
 from sherd.tools.simulate.cluster import Cluster, cluster_toml, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
@@ -46,6 +45,8 @@ from sherd.tools.simulate.timeline import Timeline
 from sherd.train.config import ModelConfig as Shape
 from sherd.train.models import Decoder as SherdDecoder
 
+from .calibration import calibrated
+from .operations import EXACTLY, Operations, timed_operations, until, with_operations
 from .pages import DOCS, as_csv, written
 from .ranks import Conditions, on_ranks
 from .rounds import timed, without_collector
@@ -252,6 +253,12 @@ class Seen:
     timeline: Timeline
 
 
+def plain_step(model: nn.Module, batch: Any, loss: Loss) -> None:
+    """Run forward and backward of the loss of (model, batch)."""
+    model.zero_grad()
+    loss(model, batch).backward()
+
+
 def run(mesh: DeviceMesh, seed: int) -> Seen:
     """On a rank: train the model of `seed`, and the same model without shards with its operations timed, in turns: the
     speed of a machine that others use too drifts by the minute. Record a step of the first one at last."""
@@ -290,7 +297,7 @@ def run(mesh: DeviceMesh, seed: int) -> Seen:
         turn()  # the first steps are slower: malloc takes memory from the system
         for _ in until(LEAST_TURNS, TURNS_S):
             turns.append(turn())
-            operations.append(timed_operations([partial(own_step, plain, batch, this.loss)], EXACTLY))
+            operations.append(timed_operations([partial(plain_step, plain, batch, this.loss)], EXACTLY))
         gc.collect()
         dist.barrier()
         with traced(model, optimizer, str(this)) as trace:
@@ -325,10 +332,7 @@ def seconds_of(operations: Operations) -> float:
 
 def calibrate(mesh: DeviceMesh) -> list[str]:
     """On a rank: the cluster files of these ranks, with either transport."""
-    cluster = measured("here")
-    gloo = measured_together(cluster.device.launch, "gloo")
-    of_gloo = replace(cluster, within=gloo.within, device=replace(cluster.device, skew=gloo.skew))
-    return [cluster_toml(each) for each in (of_gloo, cluster)]
+    return [cluster_toml(each) for each in calibrated(measured("here"), ("gloo", "auto"))]
 
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}

@@ -6,12 +6,8 @@ Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`,
 `sherd.train.plain`; the others may change without notice.
 """
 
-import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from sherd._moved import Moved
 
 if TYPE_CHECKING:
     from sherd.api.accumulate import accumulate as accumulate
@@ -178,18 +174,12 @@ _HOMES = {
 _MODULES = ("errors", "wrap", "comm_hooks", "interop")
 """Public modules, which are attributes too."""
 
-_RENAMED = {"Whole": "Owned"}
-"""Names that were public, and what they are called now. Each stays for one version."""
-
 __all__ = sorted([*_HOMES, "__version__"])
 
 
 # A module is loaded when the first of its names is asked for. A program loads what it uses, and the command `sherd`
 # refuses bad words before torch is loaded, which takes seconds (test_a_refusal_loads_no_torch).
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(f"sherd.{name} is called sherd.{_RENAMED[name]} now", FutureWarning, stacklevel=2)
-        return getattr(sys.modules[__name__], _RENAMED[name])
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value
@@ -202,8 +192,3 @@ def __dir__() -> list[str]:
     """Returns the public names, without the modules that define them."""
     own = [name for name in globals() if name.startswith("__")]
     return sorted({*_HOMES, *own, "errors", "wrap"})
-
-
-# In front, since the ordinary look-up would find `sherd.planning.plan` in the folder of `sherd.planning`, which is
-# that of `sherd.tools.plan`, and load the file a second time.
-sys.meta_path.insert(0, Moved())

@@ -30,8 +30,9 @@ Every message says what is wrong, where (parameter, module, rank), and what to d
 as ValueError, TypeError or RuntimeError have the same base here, so that `except` clauses keep working after a port.
 """
 
+import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -194,6 +195,12 @@ def reason_of(error: BaseException) -> str:
         if reason and not reason.endswith(":"):
             break
     return reason or type(error).__name__
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:
+    """Returns "did you mean X?" with `prefix` and the nearest of the `known` names, or `otherwise` if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 def in_short(names: Sequence[str], most: int = 4) -> str:

@@ -18,7 +18,7 @@ errors, policy, requirements, units, _torch < layout | schedule | comm | comm_ho
 < engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api
 < fsdp1 | deltas | uneven < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
-< _moved, sherd < train < cli < __main__
+< sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "make")

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
@@ -258,9 +257,3 @@ def test_every_public_name_says_what_it_is():
         assert inspect.getdoc(getattr(sherd, name)), name
     for name in METHODS:
         assert inspect.getdoc(getattr(sherd.FSDPModule, name)), name
-
-
-def test_a_name_that_was_changed_is_still_there_and_says_what_it_is_called_now():
-    with pytest.warns(FutureWarning, match="sherd.Whole is called sherd.Owned now"):
-        assert sherd.Whole is sherd.Owned
-    assert "Whole" not in sherd.__all__

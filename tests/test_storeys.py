@@ -1,17 +1,12 @@
-"""A program loads what it uses, and modules that were moved are found under the names that they had."""
+"""A program loads what it uses, and the public names lie where the table says."""
 
 import ast
 import importlib
-import pickle
 import re
 import subprocess
 import sys
 
-import pytest
-
 import sherd
-from sherd._moved import MOVED
-from sherd.tools.plan.plan import Plan
 from tests.test_layers import PACKAGE, homes
 
 FULLY_SHARD = 100
@@ -42,7 +37,7 @@ def test_fully_shard_loads_few_modules_and_none_of_the_tools_the_trainer_and_the
 def test_the_wrapper_loads_the_library_alone_and_a_plan_loads_no_trainer():
     assert {storey(module) for module in loaded_by("from sherd import FullyShardedDataParallel")} == {"library"}
     assert {storey(module) for module in loaded_by("import sherd; sherd.plan")} == {"library", "tools"}
-    assert loaded_by("import sherd") == {"sherd", "sherd._moved"}
+    assert loaded_by("import sherd") == {"sherd"}
 
 
 def test_the_core_loads_no_room_that_plugs_in():
@@ -66,46 +61,6 @@ def test_a_star_imports_all_public_names():
     assert set(sherd.__all__) <= set(names)
 
 
-# Old names
-
-
-@pytest.mark.filterwarnings("ignore:.* is called .* now:FutureWarning")
-def test_a_module_under_its_old_name_is_the_one_with_the_new_name():
-    for old, new in (
-        ("sherd.planning.plan", "sherd.tools.plan.plan"),
-        ("sherd.planning.report.page", "sherd.tools.report.page"),
-        ("sherd.simulate", "sherd.tools.simulate"),
-        ("sherd.interchange.formats", "sherd.tools.convert.formats"),
-        ("sherd.doctor.findings", "sherd.tools.doctor.findings"),
-        ("sherd.verify.report", "sherd.tools.verify.report"),
-        ("sherd.port.explain", "sherd.tools.migrate"),
-        ("sherd.train.cli", "sherd.cli.main"),
-    ):
-        assert importlib.import_module(old) is importlib.import_module(new), old
-    assert importlib.import_module("sherd.tools.plan.plan").Plan is Plan, "no file is loaded twice"
-    assert Plan.__module__ == "sherd.tools.plan.plan"
-
-
-def test_every_old_name_has_a_successor_and_warns_of_it():
-    for old, new in MOVED.items():
-        for name in [name for name in sys.modules if name == old or name.startswith(old + ".")]:
-            del sys.modules[name]
-        with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
-            importlib.import_module(old)
-
-
-@pytest.mark.filterwarnings("ignore:.* is called .* now:FutureWarning")
-def test_a_class_that_was_pickled_under_its_old_name_is_loaded():
-    assert pickle.loads(b"csherd.planning.plan\nPlan\n.") is Plan
-
-
-@pytest.mark.filterwarnings("ignore:.* is called .* now:FutureWarning")
-def test_a_module_that_never_was_is_missed_by_the_name_that_was_asked_for():
-    for name in ("sherd.planned", "sherd.verify.nothing"):
-        with pytest.raises(ModuleNotFoundError, match=name):
-            importlib.import_module(name)
-
-
 def test_what_is_said_to_be_installed_is_an_extra():
     section = (PACKAGE.parent / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
     known = set(re.findall(r"^(\w+) = ", section.partition("\n\n")[0], re.MULTILINE))
@@ -119,7 +74,7 @@ def test_the_library_names_no_module_of_other_storeys_in_a_text():
     """An import by name, `import_module("sherd.tools...")`, would pass the rule of tests/test_layers.py."""
     for file in sorted(PACKAGE.rglob("*.py")):
         top = file.relative_to(PACKAGE).parts[0]
-        if top in ("tools", "train", "cli", "__init__.py", "_moved.py"):
+        if top in ("tools", "train", "cli", "__init__.py"):
             continue
         texts = [each.value for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Constant)]
         others = [

@@ -14,7 +14,18 @@ import pytest
 from tests.support import suites
 from tests.support.suites import covering, fewest, part, share_of_commit
 
-SLOW_PACKAGES = {"transformers", "peft", "accelerate", "lightning", "ray", "torchtitan", "trl", "torchao", "matplotlib"}
+SLOW_PACKAGES = {
+    "transformers",
+    "peft",
+    "accelerate",
+    "lightning",
+    "ray",
+    "torchtitan",
+    "trl",
+    "torchao",
+    "matplotlib",
+    "plotly",
+}
 SIZES = [(1,), (4,), (2, 2), (5, 4, 4), (4, 3, 3), (2, 2, 2, 2, 2), (10, 8, 3)]
 
 

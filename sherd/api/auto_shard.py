@@ -6,12 +6,12 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from sherd.api.blocks import WRAPPINGS, UnitCall, Wrapping, in_words, repeated_blocks, rewrapped
+from sherd.api.blocks import UnitCall, in_words, repeated_blocks
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.engine import ParameterOwnership, Unit
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("sherd")
 
 
-def auto_shard(
-    model: nn.Module, policy: WrapPolicy | Wrapping | None = None, **fully_shard_args: Unpack[Options]
-) -> FSDPModule:
+def auto_shard(model: nn.Module, policy: WrapPolicy | None = None, **fully_shard_args: Unpack[Options]) -> FSDPModule:
     """Call `fully_shard` on the modules that `policy` chooses, children before their parents, and on `model` last.
 
     Args:
@@ -40,10 +38,7 @@ def auto_shard(
             last norm and `lm_head` are one unit; rules of a plan that match no module have no effect; and a module with
             an embedding whose weight is used outside too (tied to `lm_head`) is left to the root. If a model has
             neither, the units are the blocks that it repeats: the modules in its largest lists of one class
-            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which. "auto": as None.
-            "pairs": as None, but two successive blocks are one unit, which halves the number of collectives. "parts":
-            large modules within a block, as attention and feed-forward, are units too, which takes less memory at once.
-            "ends": large modules beside the blocks, as an embedding and a head, are units too.
+            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which.
         fully_shard_args: arguments of `fully_shard`, for every unit.
 
     Returns:
@@ -51,29 +46,26 @@ def auto_shard(
 
     Raises:
         PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description names
-            an unknown strategy; an unknown word; or a word for repeated blocks, and a model without them.
+            an unknown strategy.
         PolicyTypeError: something that is no policy, or an argument that `fully_shard` does not take.
         ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
     require_module("auto_shard expects a module", model)
     check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
-    if policy is None or isinstance(policy, str):
-        word = policy or "auto"
-        if word not in WRAPPINGS:
-            raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
-        lists = repeated_blocks(model).values() if word != "auto" else ()
-        if word != "auto" and not lists:
-            raise PolicyError(
-                f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none"
-            )
-        units = rewrapped(model, _described(model, arguments), lists, word)
+    if policy is None:
+        units = described(model, arguments)
     else:
         chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
         for name, module in post_order(model):
             if module in chosen:
                 check_arguments(chosen[module], f"the policy, for {name},")
         units = [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
+    return shard_units(model, units, arguments)
+
+
+def shard_units(model: nn.Module, units: Sequence[UnitCall], arguments: Kwargs) -> FSDPModule:
+    """Call `fully_shard` for each of `units`, and on `model` last. Raises ModuleError if one is sharded already."""
     # Checked here, since `fully_shard` would raise with half of the model sharded.
     ParameterOwnership.below([model], ())  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
@@ -85,7 +77,7 @@ def auto_shard(
         )
     for unit in units:
         fully_shard(unit.modules, **unit.arguments)
-    return fully_shard(model, **fully_shard_args)
+    return fully_shard(model, **arguments)
 
 
 _TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
@@ -110,7 +102,7 @@ Rule: TypeAlias = str | tuple[str, ...]
 """A name of modules that are one unit each, or names of modules that are one unit together."""
 
 
-def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
+def described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
     unit_of_module: dict[nn.Module, UnitCall] = {}
     # A plan includes the plans of models inside of its own.

@@ -56,10 +56,11 @@ def compare(args: argparse.Namespace) -> int:
     plan, trace = timeline_in(args.plan), timeline_in(args.trace)
     found = compared(plan, trace, args.share)
     told = json.dumps(found, indent=2) if args.json else "\n".join(_lines(plan, trace, found))
+    drawn = page([plan, trace]) if args.out else ""
     say(told)
     try:
         if args.out:
-            args.out.write_text(page([plan, trace]), encoding="utf-8")
+            args.out.write_text(drawn, encoding="utf-8")
     except OSError as error:
         print(f"sherd compare: {error.filename}: {error.strerror}", file=sys.stderr)
         return NO_ROOM

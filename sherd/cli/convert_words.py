@@ -11,7 +11,7 @@ from typing import Any
 
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 
-FORMATS = ("sherd", "dcp", "deepspeed", "universal", "hf", "torch")
+FORMATS = ("sherd", "dcp", "universal", "hf", "torch")
 """The formats, by name. They are tried in this order where none is named."""
 WRITTEN = ("sherd", "dcp", "universal", "hf", "torch")
 PRESETS = ("llama", "qwen", "mixtral", "gpt2", "llama-torchtitan")

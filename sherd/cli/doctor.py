@@ -19,11 +19,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from sherd.cli.own_model import steps_of
-from sherd.cli.planned_model import model_from
 from sherd.comm.accelerator import accelerator, backend
 from sherd.comm.objects import all_gather_objects, do_without_numpy
-from sherd.errors import InputError
 from sherd.tools.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.tools.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.tools.doctor.machine import of_the_machine
@@ -37,7 +34,7 @@ __all__ = ["doctor"]
 
 MEETING = timedelta(seconds=30)  # by which one rank may be later than another
 LIMIT_S = 120.0  # after which a rank that is stuck shows where, and ends
-MEASURING_S = 900.0  # the same with --bandwidth, which takes a minute or two on CPUs, and longer with a model
+MEASURING_S = 300.0  # the same with --bandwidth, which takes ten seconds
 STUCK = (
     "look at stderr for what it was doing; if ranks did not meet, check the interfaces and variables above, and try "
     "--ranks 1"
@@ -48,7 +45,6 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Be a launcher or a rank; returns the exit code. Raises InputError for a file that cannot be written."""
     if not args.into:
         require_free(args.bandwidth)
-        _check_model(args)
     if is_rank():
         _be_rank(args)
     num_ranks = args.ranks or (torch.accelerator.device_count() if accelerator() else 2)
@@ -67,15 +63,6 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     return _told(findings, args)
 
 
-def _check_model(args: argparse.Namespace) -> None:
-    """Raise InputError for a model that cannot be timed."""
-    if not args.model:
-        return
-    if not args.bandwidth or accelerator() is not None:
-        raise InputError(f"--model {args.model} goes with --bandwidth, and is for CPUs")
-    model_from(args.model)
-
-
 def _be_rank(args: argparse.Namespace) -> NoReturn:
     """Look at the ranks, and leave: what a launcher has started leaves its findings in a file."""
     faulthandler.dump_traceback_later(MEASURING_S if args.bandwidth else LIMIT_S, exit=True)
@@ -84,7 +71,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += _of_the_bandwidth(args) if args.bandwidth else of_the_ranks(Config().run.timeout)
+            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks(Config().run.timeout)
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -101,11 +88,6 @@ def _told(findings: Sequence[Finding], args: argparse.Namespace) -> int:
     print(as_json(findings) if args.json else as_table(findings))
     sys.stdout.flush()
     return exit_code(findings, args.strict)
-
-
-def _of_the_bandwidth(args: argparse.Namespace) -> Iterator[Finding]:
-    own_steps = steps_of(args.model, args.samples) if args.model else ()
-    return of_the_bandwidth(args.bandwidth, own_steps)
 
 
 def _of_all_machines() -> list[Finding]:

@@ -13,7 +13,6 @@ from sherd.train.codes import BAD_INPUT
 
 ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
 MEASURE = "measure compute, memory and links instead, and write them to FILE (cluster.toml), for sherd plan"
-OWN = "with --bandwidth, on CPUs: also time the operations of this model, which is named as for sherd plan"
 CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_INPUT}, there is a failure"
 
 
@@ -38,20 +37,9 @@ def add_doctor(commands: Commands) -> None:
     )
     p.add_argument("--ranks", type=at_least(1), metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
-    p.add_argument("--model", default="", metavar="MODEL", help=OWN)
-    p.add_argument(
-        "--samples", type=_sizes, default=(1, 4), metavar="N,N", help="in a micro-batch of --model: 1,4 unless told"
-    )
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")
     p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(at_least(1), text.split(",")))
-
-
-_sizes.__name__ = "list of numbers"  # argparse names it where `text` is none
 
 
 def tell(args: argparse.Namespace) -> int:

@@ -92,7 +92,3 @@ def _say(args: argparse.Namespace) -> int:
 def _speaks() -> bool:
     """Returns whether this process is no rank, or the first of them."""
     return not is_rank() or os.environ["RANK"] == "0"
-
-
-if __name__ == "__main__":  # the name by which older scripts start ranks; today's is `-m sherd`
-    sys.exit(main())

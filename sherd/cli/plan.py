@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
 from sherd.tools.plan.garbage import garbage_left
+from sherd.tools.report.page import page, require_plotly
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.tools.simulate.sharded import OPTIMIZERS
@@ -159,6 +160,8 @@ def _plans(args: argparse.Namespace) -> tuple[list[Plan], Planned]:
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
     if limit == 0:
         raise InputError(f"--limit {args.limit}: expected a byte at least")
+    if args.report is not None:
+        require_plotly()
     clusters = [read_cluster(name) for name in args.cluster]
     from sherd.cli.planned_model import model_from
 
@@ -356,8 +359,6 @@ def _as_json(made: Plan, tokens: float | None) -> dict[str, Any]:
 
 def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
     if args.report is not None:
-        from sherd.tools.report.page import page
-
         args.report.write_text(page([made.timeline], made.search, made.advice), encoding="utf-8")
     if args.timeline is not None:
         from sherd.tools.plan.files import to_json

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from sherd.api.blocks import Wrapping
 from sherd.errors import InputError
 from sherd.tools.plan.axes import ModelLayout, ParallelModel
 from sherd.tools.plan.reading import own_or_usual_loss
@@ -68,7 +69,11 @@ class TrainedLayout(ModelLayout):
 
     def lay(self, model: nn.Module, mesh: Mesh) -> ParallelModel:
         grid = RankGrid(_axes(mesh), "cpu")
-        shards = partial(shard, grid=grid)
+
+        def shards(model: Any, wrapping: Wrapping = "auto", **options: Any) -> nn.Module:
+            sharded: nn.Module = shard(model, grid, wrapping, **options)
+            return sharded
+
         if not isinstance(model, Decoder):
             return ParallelModel(shards, self.loss)
         cut(model, grid, self.config)

@@ -18,7 +18,7 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM
 __all__ = ["add_report", "timeline_in"]
 
 ABOUT = "show a training step that was recorded or predicted: memory and work over time, as a page of HTML"
-CODES = f"exit code: 0, written; {BAD_INPUT}, it cannot be read, or a picture cannot be drawn; {NO_ROOM}, not written"
+CODES = f"exit code: 0, written; {BAD_INPUT}, it cannot be read, or not be drawn; {NO_ROOM}, not written"
 
 
 def add_report(commands: Any) -> None:
@@ -51,7 +51,7 @@ def report(args: argparse.Namespace) -> int:
     """Write what is asked for; returns the exit code.
 
     Raises:
-        InputError: the timeline cannot be read, or a picture cannot be drawn.
+        InputError: the timeline cannot be read, or what is asked for cannot be drawn.
     """
     timeline = timeline_in(args.source)
     folder = args.source if args.source.is_dir() else args.source.parent

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn, get_type_hints
@@ -18,7 +17,7 @@ from sherd.cli.doctor_words import add_doctor
 from sherd.cli.plan import add_plan
 from sherd.cli.report import add_report
 from sherd.cli.uses import add_uses
-from sherd.errors import InputError
+from sherd.errors import InputError, did_you_mean
 from sherd.train.axes import axes_of
 from sherd.train.config import NO_HF_CONFIG, SECTIONS, Config, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
@@ -152,7 +151,7 @@ def _require_command(words: Sequence[str]) -> None:
         return
     if not first or first.startswith("-"):
         raise InputError("which command? sherd train trains a model; sherd --help says more")
-    raise InputError(f"unknown command {first}; {_near(first, _commands()) or 'sherd --help lists all'}")
+    raise InputError(f"unknown command {first}; {did_you_mean(first, _commands(), 'sherd --help lists all')}")
 
 
 def _unknown(word: str, command: str) -> str:
@@ -162,17 +161,12 @@ def _unknown(word: str, command: str) -> str:
     value = value if equals else "VALUE"
     field = name.replace("-", "_")
     homes = [section for section, fields in SECTIONS.items() if field in get_type_hints(fields)]
-    hint = _near(name, [option.lstrip("-") for option in parser._option_string_actions], "--")
+    hint = did_you_mean(name, [option.lstrip("-") for option in parser._option_string_actions], prefix="--")
     if parser.get_default("fields") is not None:
         if "." in name:
             return f"{word} is no option; write a field without dashes: {name}={value}"
         hint = f"did you mean {homes[0]}.{field}={value}?" if homes else hint
     return f"unknown option {word}; {hint + ' ' if hint else ''}{parser.prog} --help lists all"
-
-
-def _near(word: str, known: Collection[str], dashes: str = "") -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {dashes}{near[0]}?" if near else ""
 
 
 def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:

@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from sherd.api.auto_shard import auto_shard, check_arguments
-from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
@@ -62,8 +61,8 @@ class in_place_of_fsdp:
     restores what was before.
 
     Args:
-        policy: which modules are units, as in `auto_shard`; its words are for version 2. None: the plugin's
-            `auto_wrap_policy`; without one the model is one unit.
+        policy: which modules are units, as in `auto_shard`; or, for version 2, "auto": those that `auto_shard` chooses
+            without a policy. None: the plugin's `auto_wrap_policy`; without one the model is one unit.
         options: arguments of `fully_shard` (`placement`, `mp_policy` and others), or for version 1 of the wrapper
             (`comm_policy` and others), which override the plugin's.
 
@@ -74,12 +73,11 @@ class in_place_of_fsdp:
         StateError: an `Accelerator` was made before, and shards nothing.
     """
 
-    def __init__(self, policy: WrapPolicy | Wrapping | None = None, **options: Any) -> None:
+    def __init__(self, policy: WrapPolicy | Literal["auto"] | None = None, **options: Any) -> None:
         check_arguments({name: options[name] for name in options if name not in OF_WRAPPER}, "in_place_of_fsdp")
-        if not (policy is None or policy in WRAPPINGS or callable(policy) or hasattr(policy, "_run_policy")):
+        if not (policy is None or policy == "auto" or callable(policy) or hasattr(policy, "_run_policy")):
             raise PolicyTypeError(
-                f"in_place_of_fsdp(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
-                f"{', '.join(WRAPPINGS)}"
+                f"in_place_of_fsdp(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or 'auto'"
             )
         require_tried("accelerate", TRIED, "in_place_of_fsdp")
         import accelerate.accelerator as names
@@ -260,7 +258,7 @@ def _inner(model: nn.Module) -> nn.Module:
 class _Shards:
     """What shards a model: `prepared` in place with version 2; with version 1 a call, as of FSDP1's class."""
 
-    policy: WrapPolicy | Wrapping | None
+    policy: WrapPolicy | Literal["auto"] | None
     options: Mapping[str, Any]
 
     def require_fit(self, version: int) -> None:
@@ -287,7 +285,7 @@ class _Shards:
         if self.policy is None:
             _shard_as_accelerate(inner, plugin.auto_wrap_policy, options, self.options)
         else:
-            auto_shard(inner, self.policy, **options)
+            auto_shard(inner, None if isinstance(self.policy, str) else self.policy, **options)
         if hasattr(inner, "generate"):  # of a PeftModel it calls modules below the root
             register_fsdp_forward_method(inner, "generate")
         return model

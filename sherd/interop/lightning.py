@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd.api.auto_shard import auto_shard, check_arguments
-from sherd.api.blocks import Wrapping, repeated_blocks
+from sherd.api.blocks import repeated_blocks
 from sherd.api.ema import Ema
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import register_fsdp_forward_method
@@ -83,7 +83,8 @@ class _Sharding:
 
     def __init__(
         self,
-        policy: WrapPolicy | Wrapping | set[type[nn.Module]] | None = None,
+        # LightningCLI evaluates annotations, and `|` takes no text, which the first of these is.
+        policy: Union[WrapPolicy, set[type[nn.Module]], None] = None,  # noqa: UP007
         *,
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: tuple[int, int] | None = None,

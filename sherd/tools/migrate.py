@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import textwrap
@@ -19,7 +18,7 @@ from torch import nn
 
 from sherd.api.fully_shard import fully_shard
 from sherd.comm.mesh import default_device_type
-from sherd.errors import PolicyTypeError
+from sherd.errors import PolicyTypeError, did_you_mean
 from sherd.fsdp1.arguments import (
     KINDS,
     Ignored,
@@ -60,8 +59,7 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
     if module is not None and not isinstance(module, nn.Module):
         raise PolicyTypeError(f"explain_migration(module=...): expected a module, got a {type(module).__name__}")
     for name in arguments.keys() - TAKES:
-        near = difflib.get_close_matches(name, TAKES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(TAKES)}"
+        hint = did_you_mean(name, TAKES, f"it takes {', '.join(TAKES)}")
         raise PolicyTypeError(f"explain_migration({name}=...): FullyShardedDataParallel takes no such argument; {hint}")
     given = {name: as_own(value, KINDS) for name, value in arguments.items()}
     choices = WrapperArguments(**{name: value for name, value in given.items() if name in _CHOICES})

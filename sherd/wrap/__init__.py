@@ -74,7 +74,7 @@ class ModuleWrapPolicy(_Policy):
 
     def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
         """Answer as a policy function does, so that the policy can be a part of other policies."""
-        return recurse or isinstance(module, tuple(self._module_classes))
+        return _wrap_module_cls_individually(module, tuple(self._module_classes), recurse)
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({{{', '.join(sorted(each.__name__ for each in self._module_classes))}}})"

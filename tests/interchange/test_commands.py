@@ -253,7 +253,6 @@ REFUSED = [
     (["inspect", "x.txt", "--from", "hf"], "is no safetensors file"),
     (["inspect", "x.txt", "--from", "dcp"], "cannot be read"),
     (["inspect", ".", "--from", "sherd"], "holds no checkpoint of sherd"),
-    (["inspect", ".", "--from", "deepspeed"], "holds no checkpoint of DeepSpeed"),
     (["inspect", ".", "--from", "universal"], "holds no universal checkpoint"),
     (["verify", "nothing"], "nothing is not there"),
     (["diff", "x.pt", "nothing"], "nothing is not there"),

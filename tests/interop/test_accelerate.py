@@ -208,7 +208,7 @@ def settings():
         {"auto_wrap_policy": None},
     ):
         assert_close(whole_run({**BLOCKS, **more}), expected)
-    for policy in ("auto", "pairs", sherd.wrap.ModuleWrapPolicy({nn.Linear})):
+    for policy in ("auto", sherd.wrap.ModuleWrapPolicy({nn.Linear})):
         assert_close(whole_run({"reshard_after_forward": True}, policy=policy), expected)
     with mock.patch("tests.interop.clients.Net", differing):
         assert_close(whole_run({**BLOCKS, "cpu_ram_efficient_loading": True}), expected)

@@ -60,7 +60,7 @@ KINDS = ("full", "sharded")
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"policy": {clients.Block}, "placement": sherd.Flat()},
-    {"policy": "pairs", "placement": sherd.Owned()},
+    {"policy": {nn.Linear}, "placement": sherd.Owned()},
     {"policy": sherd.wrap.ModuleWrapPolicy({nn.Linear}), "reshard_after_forward": True},
 ]
 

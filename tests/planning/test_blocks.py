@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd._torch import imagined_ranks
+from sherd.tools.plan.axes import auto_units
 from sherd.tools.plan.sharding import sharded_of, shares_of_blocks, thin_out, with_blocks
 from sherd.tools.simulate.settings import SHARES
 from sherd.tools.simulate.sharded import Optimizer
@@ -90,7 +91,7 @@ def test_blocks_that_are_alike_need_not_be_sharded_each(shard, num_ranks, tied):
 @pytest.mark.parametrize("options", [{}, {"placement": sherd.Flat()}], ids=["shard", "flat"])
 @pytest.mark.parametrize("widths", [[16, 24] * 3 + [16], [16] * 6, [16, 16, 24, 24, 16, 16, 24]])
 def test_pairs_of_blocks_need_not_be_sharded_each(widths, options):
-    pairs = partial(sherd.auto_shard, policy="pairs", **options)
+    pairs = partial(auto_units, wrapping="pairs", **options)
     _, whole = on(4, pairs, widths, False, thin=False, together=2)
     like, thinned = on(4, pairs, widths, False, thin=True, together=2)
     assert like

@@ -76,7 +76,7 @@ def recorded(
         options["placements"] = strategy
     if mesh.replicate > 1:
         options["mesh"] = mesh_of((mesh.replicate, mesh.shard))
-    sherd.auto_shard(model, wrapping, **options)
+    auto_units(model, wrapping, **options)
     batch = torch.randint(256, (SAMPLES, LENGTH))
 
     def step():

@@ -158,6 +158,7 @@ def program_in(out, folder, more):
 def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, capsys):
     words = ["--checkpointing", "0.5", "--recompute", "selective", "--mesh", "replicate=2,dp=1", "--samples", 4]
     words += ["--micro-batch", 1, "--reshard", "no", "--placement", "flat", "--cluster", "laptop", "--context", 8]
+    words += ["--wrapping", "pairs"]
     out = said(capsys, files / "llama.json", *words)
     more = "print(type(model.model.layers[0].self_attn.q_proj.weight).__name__, mesh.mesh_dim_names)\n"
     more += "print([isinstance(each.forward, functools.partial) for each in model.model.layers])"
@@ -169,6 +170,7 @@ def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, cap
     assert weight == "RaggedDTensor ('replicate', 'dp')"
     assert checkpointed == str([False, True] * (LLAMA["num_hidden_layers"] // 2))
     assert "sherd.accumulate(model, 2)" in out
+    assert "auto_units(" in out
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=1,tp=2", marks=pytest.mark.slow)])
@@ -329,9 +331,8 @@ def test_several_clusters_and_batches_are_one_table_the_cheapest_first_with_days
     costs = [each["cost_per_million_tokens"] for each in plans]
     assert costs == [*sorted(costs[:4]), None, None]
     for each in plans[:4]:
-        assert each["price"] == pytest.approx(1.4e6 * each["cost_per_million_tokens"], rel=0.05)
-        assert each["days"] == pytest.approx(1.4e12 / each["tokens_per_second"] / 86400, rel=0.05)
-        assert each["days"] > 1.4e12 / each["tokens_per_second"] / 86400, "failures and checkpoints take time"
+        assert each["price"] == pytest.approx(1.4e6 * each["cost_per_million_tokens"])
+        assert each["days"] == pytest.approx(1.4e12 / each["tokens_per_second"] / 86400)
     out = said(capsys, *words)
     head, *rows = out.partition("\n\n")[0].splitlines()
     assert re.split(" {2,}", head) == ["cluster", "ranks", "samples", "step", *COLUMNS]
@@ -354,7 +355,7 @@ def test_the_answer_is_fits_tight_or_does_not_fit_in_text_json_and_on_the_page(f
         assert (found["answer"], found["fits"]) == (answer, code == 0)
         assert found["published"] == {"devices": "A100", "low": 0.062, "high": 0.131, "num": 4}
         assert f"{answer}" in page.read_text()
-        assert '"lines":{"reserved, with the driver":' in page.read_text()
+        assert '"text":"reserved, with the driver ' in page.read_text()
 
 
 def test_host_memory_is_counted_and_refused_above_that_of_the_cluster(files, capsys):

@@ -1,15 +1,16 @@
-"""`auto_shard` makes larger and smaller units by a word, and they train as the plain model."""
+"""Plans make larger and smaller units by a word, and they train as the plain model."""
 
 import pytest
 import torch
 from torch import nn
 
-from sherd.api.auto_shard import auto_shard
-from sherd.errors import PolicyError
+from sherd import auto_shard
+from sherd.errors import PolicyError, PolicyTypeError
+from sherd.tools.plan.axes import auto_units
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import assert_trained, made, train_job
 from tests.wrap.against_torch import needs_transformers, tiny_llama
-from tests.wrap.test_auto_shard import alone, units_made
+from tests.wrap.test_auto_shard import alone, units
 
 
 class Halves(nn.Module):
@@ -57,7 +58,7 @@ def test_a_word_makes_units_larger_or_smaller():
         ("ends", {"is_tied": True}, alone("", *BLOCKS)),
         ("pairs", {"num_blocks": 1}, alone("", "blocks.0")),
     ):
-        assert units_made(Stack(**options), word) == sorted(expected), (word, options)
+        assert units(auto_units(Stack(**options), word)) == sorted(expected), (word, options)
 
 
 class TwoLists(Stack):
@@ -73,14 +74,14 @@ class TwoLists(Stack):
 
 @on_threads(2)
 def test_a_list_before_the_blocks_whose_modules_are_no_units_does_not_count():
-    later = [f"later.{at}" for at in range(5)]
-    assert units_made(TwoLists(), "ends") == sorted(alone("", *later, "blocks.0", "blocks.1", "embedding", "head"))
+    expected = alone("", *(f"later.{at}" for at in range(5)), "blocks.0", "blocks.1", "embedding", "head")
+    assert units(auto_units(TwoLists(), "ends")) == sorted(expected)
 
 
 @needs_transformers
 @on_threads(2)
 def test_a_word_changes_only_the_blocks_of_a_model_that_describes_itself():
-    names = [names for names, _ in units_made(tiny_llama(), "pairs")]
+    names = [names for names, _ in units(auto_units(tiny_llama(), "pairs"))]
     pair = ("model.layers.0", "model.layers.1")
     assert names == [("",), ("model.embed_tokens",), pair, ("model.norm", "lm_head")]
 
@@ -91,7 +92,7 @@ def mean_square(model, rank, step):
 
 @pytest.mark.parametrize("word", ["auto", "pairs", "parts", "ends"])
 def test_units_of_all_sizes_train_as_the_plain_model(threads, word):
-    found = threads(2).run(lambda: train_job(auto_shard(made(Stack), word, reshard_after_forward=True), mean_square))
+    found = threads(2).run(lambda: train_job(auto_units(made(Stack), word, reshard_after_forward=True), mean_square))
     assert_trained(found, Stack, mean_square)
 
 
@@ -105,8 +106,8 @@ class Two(nn.Module):
         self.block, self.head = nn.Bilinear(8, 8, 8), nn.Linear(8, 8)
 
 
-def test_a_word_that_is_none_or_is_not_for_the_model_is_refused():
-    with pytest.raises(PolicyError, match="expected a policy, or one of auto, pairs, parts, ends"):
-        auto_shard(Stack(), "triples")
-    with pytest.raises(PolicyError, match=r"policy='pairs'.* is for repeated blocks, and Two has none"):
-        auto_shard(Two(), "pairs")
+def test_a_word_that_is_not_for_the_model_is_refused_and_auto_shard_takes_none():
+    with pytest.raises(PolicyError, match=r"wrapping='pairs' is for repeated blocks, and Two has none"):
+        auto_units(Two(), "pairs")
+    with pytest.raises(PolicyTypeError, match="expected a policy, got 'pairs'; pass ModuleWrapPolicy"):
+        auto_shard(Stack(), "pairs")

@@ -12,7 +12,7 @@ from pathlib import Path
 from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import mode_of
-from sherd.tools.convert import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch, of_universal
+from sherd.tools.convert import of_dcp, of_hf, of_sherd, of_torch, of_universal
 from sherd.tools.convert.contents import MOST_BYTES, NamedTensor, Progress, Sink, Source, chunks_of
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import Rule
@@ -24,12 +24,12 @@ class Format:
 
     Args:
         read: opens a checkpoint. Raises CheckpointError.
-        write: writes a checkpoint; None if the format is only read.
+        write: writes a checkpoint.
         is_at: returns whether a path looks like a checkpoint of this format.
     """
 
     read: Callable[[Path], Source]
-    write: Sink | None
+    write: Sink
     is_at: Callable[[Path], bool]
 
 
@@ -50,7 +50,6 @@ def _is_hf(path: Path) -> bool:
 FORMATS: Mapping[str, Format] = {
     of_sherd.FORMAT: Format(of_sherd.SherdSource, of_sherd.write, _is_sherd),
     of_dcp.FORMAT: Format(of_dcp.read, of_dcp.write, lambda path: (path / of_dcp.METADATA).is_file()),
-    of_deepspeed.FORMAT: Format(of_deepspeed.read, None, of_deepspeed.is_at),
     of_universal.FORMAT: Format(of_universal.read, of_universal.write, of_universal.is_at),
     of_hf.FORMAT: Format(of_hf.read, of_hf.write, _is_hf),
     of_torch.FORMAT: Format(
@@ -108,8 +107,6 @@ def convert(
         OSError: the target cannot be written.
     """
     write = FORMATS[to].write
-    if write is None:
-        raise CheckpointError(f"the format {to} is read alone; name another one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and nothing is overwritten; choose another name")
     if not target.absolute().parent.is_dir():

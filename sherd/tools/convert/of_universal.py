@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,16 +24,17 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
-from sherd.storage.places import Disk, Readable, mode_of
-from sherd.tools.convert.contents import Contents, Read, Reshaped, Source, Spec
-from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Wrong, add_model, folder_of, reading
-from sherd.tools.convert.of_torch import Strided, TorchFile, save_file
+from sherd.storage.places import Disk, Readable, mode_of, read_file
+from sherd.tools.convert.contents import MODEL, Contents, Read, Reshaped, Source, Spec
+from sherd.tools.convert.of_torch import Strided, TorchFile, opened, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
 
 FORMAT = "universal"
 
-_LATEST, _PARAMETERS, _SETTINGS = "latest_universal", "zero/*/fp32.pt", "zero/optimizer_state.pt"
-_ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"
+_LATEST, _SETTINGS, _MODEL_FILE = "latest_universal", "zero/optimizer_state.pt", "mp_rank_00_model_states.pt"
+_UNIVERSAL, _OF_RANKS = ("zero/*/fp32.pt", _LATEST), ("*zero_pp_rank_*_optim_states.pt", "latest")
+"""The files that a folder has, and the file beside it that names the last folder."""
+_ZERO3_FILE = f"zero_pp_rank_0_{_MODEL_FILE}"
 _KEYS_OF_ZERO3 = {"exp_avg", "exp_avg_sq", "step"}
 _VERSION = "0.19.8+sherd"
 """The version of DeepSpeed that writes this form. DeepSpeed refuses versions that are too old."""
@@ -42,13 +43,66 @@ _NO_LOSS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2F
 _MISSING = object()
 
 
-def _folder_of(path: Path) -> Path | None:
-    return folder_of(path, _PARAMETERS, _LATEST)
+class _Files(ExitStack):
+    """The open files of a checkpoint."""
+
+    def tree(self, path: Path) -> Mapping[str, Any]:
+        """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
+        file = opened(path, stubs=("deepspeed",))
+        self.callback(file.close)
+        if not isinstance(file.tree, Mapping):
+            raise CheckpointError(f"{path} holds a {type(file.tree).__name__} where a dict is expected")
+        return file.tree
+
+
+class _Wrong(Exception):
+    """Says why an entry of a file cannot be read."""
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[_Files]:
+    """Yields the files to read. An error closes them; what DeepSpeed would not write raises CheckpointError."""
+    files = _Files()
+    try:
+        yield files
+    except BaseException as error:
+        files.close()
+        if isinstance(error, _Wrong):
+            raise CheckpointError(f"{folder}: {error}") from None
+        if isinstance(error, KeyError | TypeError | ValueError | IndexError | AttributeError):
+            raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {error!r:.100}") from None
+        raise
+
+
+def _add_model(contents: Collected, tensors: Mapping[str, Any], order: Sequence[str], model: Mapping[str, Any]) -> None:
+    """Add `tensors` to `contents`, those in `order` first, with the aliases and the step in `model`, a file's dict."""
+    ordered = {name: tensors[name] for name in order if name in tensors}
+    contents.add_model(ordered | {name: tensor for name, tensor in tensors.items() if name not in ordered})
+    shared = model.get("shared_params") or {}
+    contents.aliases |= {
+        f"{MODEL}/{alias}": f"{MODEL}/{name}"
+        for alias, name in shared.items()
+        if name in tensors and alias not in tensors
+    }
+    step = model.get("global_steps")
+    contents.step = step if type(step) is int and step >= 0 else None
+
+
+def _folder_of(path: Path, files: str, latest: str) -> Path | None:
+    """Returns the folder that has `files`: `path`, or its subfolder that the file `latest` names."""
+    if any(path.glob(files)):
+        return path
+    try:
+        named = read_file(path / latest)[:200].decode().strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, CheckpointError):
+        return None
+    below = path / named
+    return below if named not in ("", "..") and "/" not in named and any(below.glob(files)) else None
 
 
 def is_at(path: Path) -> bool:
-    """Returns whether `path` is a universal checkpoint."""
-    return _folder_of(path) is not None
+    """Returns whether `path` is a checkpoint of DeepSpeed: a universal one, or files of ranks, which `read` refuses."""
+    return any(_folder_of(path, *each) is not None for each in (_UNIVERSAL, _OF_RANKS))
 
 
 class _Rested(Readable):
@@ -69,15 +123,20 @@ class _Rested(Readable):
 
 def read(path: Path) -> Source:
     """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
-    folder = _folder_of(path)
+    folder = _folder_of(path, *_UNIVERSAL)
+    if folder is None and (of_ranks := _folder_of(path, *_OF_RANKS)) is not None:
+        raise CheckpointError(
+            f"{path} is what ranks of DeepSpeed save; make a universal checkpoint of it, and name that: "
+            f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {of_ranks} --output_folder FOLDER"
+        )
     if folder is None:
         raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
     contents = Collected()
-    with reading(folder) as files:
+    with _reading(folder) as files:
         model: Mapping[str, Any] = {}
         listed: list[Mapping[str, Any]] = []
         others: dict[str, Any] = {}
-        for file in sorted(folder.glob(MODEL_FILES))[:1]:
+        for file in sorted(folder.glob(f"*{_MODEL_FILE}"))[:1]:
             model = files.tree(file)
             others = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
             listed = list(model["param_shapes"])
@@ -91,14 +150,14 @@ def read(path: Path) -> Source:
                 value = TorchFile(_Rested(file)).tree
                 value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
                 if value is _MISSING:
-                    raise Wrong(f"{name}/{file.name} has no param")
+                    raise _Wrong(f"{name}/{file.name} has no param")
                 if isinstance(value, Strided) and len(value.spec.shape) == 1 and name in shapes:
                     value = _shaped(value, shapes[name], name)
                 if file.stem == "fp32":
                     tensors[name] = value
                 else:
                     state.setdefault(name, {})[file.stem] = value
-        add_model(contents, tensors | others, list(shapes), model)
+        _add_model(contents, tensors | others, list(shapes), model)
         contents.add_optimizer(*_with_settings(folder / _SETTINGS, state, listed, contents.notes))
         return contents.source(FORMAT, files.close)
 
@@ -106,7 +165,7 @@ def read(path: Path) -> Source:
 def _shaped(vector: Strided, shape: Any, name: str) -> Reshaped:
     """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
-        raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
+        raise _Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
     return Reshaped(vector, tuple(shape))
 
 
@@ -204,7 +263,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         "mp_world_size": 1,
         "ds_version": _VERSION,
     }
-    save_file(folder / MODEL_FILE, states, read)
+    save_file(folder / _MODEL_FILE, states, read)
     if training.keys == _KEYS_OF_ZERO3:
         save_file(folder / _ZERO3_FILE, states | {"module": {}}, read)
     (path / _LATEST).write_text(folder.name)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, flatten_mesh
-from sherd.api.auto_shard import auto_shard
-from sherd.api.blocks import repeated_blocks
+from sherd.api.auto_shard import auto_shard, described, shard_units
+from sherd.api.blocks import Wrapping, repeated_blocks, rewrapped
 from sherd.api.fully_shard import fully_shard
 from sherd.errors import InputError, PolicyError, SherdError, reason_of
 from sherd.tools.plan.reading import Loss
@@ -31,14 +31,28 @@ Cut = Callable[[nn.Module, DeviceMesh], object]
 """A function that lays a model over one axis, in place, as `parallelize_module` does."""
 
 
-def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
-    """Shard `model` by `auto_shard`, or as one unit if it names and repeats no units and no policy is given."""
+def auto_units(model: nn.Module, wrapping: Wrapping = "auto", **fully_shard_args: Any) -> nn.Module:
+    """Shard `model` by `auto_shard`, or as one unit if it names and repeats no units.
+
+    Args:
+        model: what to shard, in place.
+        wrapping: "pairs": two successive blocks are one unit, which halves the number of collectives. "parts": large
+            modules within a block, as attention and feed-forward, are units too, which takes less memory at once.
+            "ends": large modules beside the blocks, as an embedding and a head, are units too.
+        fully_shard_args: arguments of `fully_shard`, for every unit.
+
+    Raises:
+        PolicyError: another wrapping than "auto", and a model without repeated blocks.
+    """
+    lists = repeated_blocks(model).values()
+    if wrapping != "auto":
+        if not lists:
+            raise PolicyError(f"wrapping={wrapping!r} is for repeated blocks, and {type(model).__name__} has none")
+        units = rewrapped(model, described(model, fully_shard_args), lists, wrapping)
+        return shard_units(model, units, fully_shard_args)
     says = ("_no_split_modules", "_fsdp_plan")
     describes_itself = any(getattr(module, name, None) for module in model.modules() for name in says)
-    if describes_itself or repeated_blocks(model) or "policy" in fully_shard_args:
-        return auto_shard(model, **fully_shard_args)
-    sharded: nn.Module = fully_shard(model, **fully_shard_args)
-    return sharded
+    return (auto_shard if describes_itself or lists else fully_shard)(model, **fully_shard_args)
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class ModelLayout:
 
     @property
     def rewraps(self) -> bool:
-        """True if `shard` takes the values of `auto_shard`'s `policy`."""
+        """True if `shard` takes a `wrapping`."""
         return self.shard is auto_units
 
     def misfit(self, mesh: Mesh) -> str:

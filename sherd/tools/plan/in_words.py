@@ -12,7 +12,6 @@ from torch import nn
 from sherd.api.blocks import repeated_blocks
 from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.costs import ACROSS
-from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, Room, SearchResult, Verdict
 from sherd.tools.simulate.settings import AXES, Settings
@@ -172,10 +171,6 @@ def lines_of(
     cost, per = cost_of(prediction)
     if cost is not None:
         yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
-    if prediction.cluster.device.overlaps:
-        left = goodput(prediction.mesh.num_ranks, Faults())
-        when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"
-        yield f"long runs   {left.share:.1%} of this speed, with jitter, failures and a checkpoint every {when}"
     yield ""
     peak = timeline.peak
     yield f"memory of a rank at the peak, {peak.moment}"
@@ -278,7 +273,7 @@ def program_of(
 ) -> Iterator[str]:
     """Yields the lines of a program for torchrun that trains as planned, on `batch` without its values.
 
-    It makes the model by its `origin` and the mesh on `device_type`, checkpoints blocks of `model`, calls `auto_shard`,
+    It makes the model by its `origin` and the mesh on `device_type`, checkpoints blocks of `model`, shards it,
     and steps.
     """
     loss = "loss" if "loss" in origin.names else "own_or_usual_loss"
@@ -287,7 +282,10 @@ def program_of(
     yield from (origin.imports, "import torch", "import torch.distributed as dist")
     yield "from torch.distributed.device_mesh import init_device_mesh"
     yield from (["from torch.utils.checkpoint import checkpoint"] if blocks else [])
-    yield from ("import sherd", *(["from sherd.tools.plan.reading import own_or_usual_loss"] * (loss != "loss")))
+    shards = "sherd.auto_shard" if settings.wrapping == "auto" else "auto_units"
+    yield "import sherd"
+    yield from (["from sherd.tools.plan.axes import auto_units"] if shards == "auto_units" else [])
+    yield from (["from sherd.tools.plan.reading import own_or_usual_loss"] if loss != "loss" else [])
     yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
     yield f"{', '.join(origin.names)} = {origin.call}"
     sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
@@ -302,7 +300,7 @@ def program_of(
         yield f"    if (at + 1) * {number} // {count} > at * {number} // {count}:  # {number} of {count}, evenly spread"
         yield f"        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{selective})"
     data = [name for name in ("replicate", "dp", "cp") if name in sizes]
-    yield f"sherd.auto_shard(\n    model,\n    mesh=mesh[{', '.join(map(repr, data))}],"
+    yield f"{shards}(\n    model,\n    mesh=mesh[{', '.join(map(repr, data))}],"
     if "cp" in sizes:
         yield f"    dp_mesh_dims=sherd.DataParallelMeshDims({('dp', 'cp')}, {'replicate' if data[2:] else None!r}),"
     yield from (f"    {name}={_written(value)}," for name, value in fully_shard_args(settings, dtype).items())

@@ -148,7 +148,7 @@ class Plan:
     def fully_shard_args(self) -> dict[str, Any]:
         """The arguments of `auto_shard`, besides `mesh`, that shard the model as planned.
 
-        Without `policy`, which only plans with unusual units have, these are arguments of `fully_shard`.
+        A plan with unusual units has `wrapping` too, which `sherd.tools.plan.axes.auto_units` takes.
         """
         return fully_shard_args(self.settings, self.compute_dtype)
 
@@ -200,8 +200,8 @@ def plan(
             `cp`, the model takes its rank's part of each sample.
         settings: given instead of chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of one, such
             as "zero3" or "full_shard"), `placement` ("shard", "flat", or "whole", which is chosen for muon alone),
-            `wrapping` (the units, as a `policy` of `auto_shard`), `reshard`, `checkpointing` (True, False, or the share
-            of blocks), `recompute` ("full", the default with a given `checkpointing`, or "selective", as with
+            `wrapping` (the units: "auto", "pairs", "parts" or "ends"), `reshard`, `checkpointing` (True, False, or the
+            share of blocks), `recompute` ("full", the default with a given `checkpointing`, or "selective", as with
             `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
 
     Returns:

@@ -370,11 +370,11 @@ CUTS = {"flat": Flat(), "whole": Owned()}
 
 
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the arguments of `auto_shard`, besides `mesh`, that `settings` stand for.
+    """Returns the arguments of `auto_units`, besides `mesh`, that `settings` stand for.
 
-    Without `policy`, which only settings with unusual units have, these are arguments of `fully_shard`.
+    Without `wrapping`, which only settings with unusual units have, these are arguments of `fully_shard`.
     """
-    arguments: dict[str, Any] = {"policy": settings.wrapping} if settings.wrapping != "auto" else {}
+    arguments: dict[str, Any] = {"wrapping": settings.wrapping} if settings.wrapping != "auto" else {}
     if settings.prefetch != 1:
         arguments["prefetch_policy"] = PrefetchPolicy(settings.prefetch, settings.prefetch)
     if settings.strategy != "auto":  # parameters are kept, also by a model that says itself when they are freed

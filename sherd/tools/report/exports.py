@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from sherd.errors import InputError
-from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels, top_of
+from sherd.tools.report.folded import COLORS, WAIT, exposed_wait, is_exposed, kinds_of, levels, titles_of, top_of
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.units import in_bytes, in_seconds
 
 __all__ = ["perfetto", "picture"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
-COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#387a7f", "#5b2633")
-WORK, WAIT = "#5b5b5b", "#b3261e"
-"""The colours of work and of waits, which no kind of memory has: those of page.css."""
+WORK = "#5b5b5b"
 MICROSECONDS = 1e6
 
 
@@ -33,8 +31,8 @@ def perfetto(timeline: Timeline) -> dict[str, object]:
         events.append({**event, "args": {"unit": unit, "bytes": span.nbytes}})
     memory = levels(timeline, kinds_of([timeline]))
     for number, time in enumerate(memory.times):
-        nbytes = {kind: column[number] for kind, column in memory.of.items()}
-        events.append({"ph": "C", "pid": 1, "ts": time * MICROSECONDS, "name": "memory", "args": nbytes})
+        counter = {"ph": "C", "pid": 1, "ts": time * MICROSECONDS, "name": "memory"}
+        events.append({**counter, "args": memory.at(number)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -62,15 +60,16 @@ def _draw(timeline: Timeline, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     memory, gantt = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    folded = levels(timeline, kinds_of([timeline]))
+    kinds = kinds_of([timeline])
+    folded, colors = levels(timeline, kinds), [COLORS[number] for number in kinds.values()]
     times = [1e3 * time for time in (*folded.times, timeline.seconds)]
     stacks = [[nbytes / 2**30 for nbytes in (*column, *column[-1:])] for column in folded.of.values()]
     if folded.times:
-        memory.stackplot(times, stacks, labels=list(folded.of), step="post", colors=COLORS, linewidth=0)
+        memory.stackplot(times, stacks, labels=list(folded.of), step="post", colors=colors, linewidth=0)
         memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
-    peak, facts = timeline.peak, timeline.facts
+    peak = timeline.peak
     memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)
-    top = 1.08 * top_of(timeline.lines, max(folded.most, peak.nbytes)) / 2**30 or 1.0
+    top = 1.08 * top_of(timeline, folded) / 2**30 or 1.0
     memory.set_ylim(0, top)
     for name, nbytes in timeline.lines.items():  # what is above the chart stands at its top
         is_limit, at, over = name == "limit", min(nbytes / 2**30, top), " ↑" * (nbytes / 2**30 > top)
@@ -79,9 +78,7 @@ def _draw(timeline: Timeline, path: Path) -> None:
         side, edge = ("right", "bottom") if is_limit and not over else ("right" if is_limit else "left", "top")
         place, words = (1 if is_limit else 0, at), f"{name} {in_bytes(nbytes)}{over}"
         memory.annotate(words, place, xycoords=memory.get_yaxis_transform(), ha=side, va=edge, fontsize=7)
-    titles = [timeline.title, *([facts["cluster"]] if "cluster" in facts else [])]
-    said = f"{in_bytes(peak.nbytes)} alive {peak.moment}" + (f"; {facts['memory']}" if "memory" in facts else "")
-    memory.set_title(f"{': '.join(titles)}\n{said}", fontsize=9)
+    memory.set_title("\n".join(titles_of(timeline)), fontsize=9)
     memory.set(ylabel="memory, GiB")
     seen = {span.lane for span in timeline.spans}
     lanes = [lane for lane in Lane if lane in seen]

@@ -1,21 +1,26 @@
-"""A timeline reduced to what a picture shows: bytes by kind at few moments, the longest spans, equal units once."""
+"""A timeline reduced to what a picture shows: its titles, bytes by kind at few moments, the longest spans."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline
 from sherd.tools.simulate.work import TensorKind
+from sherd.units import in_bytes
 
-__all__ = ["Branch", "Levels", "branches", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest", "top_of"]
+__all__ = ["Levels", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest", "titles_of", "top_of"]
 
 OTHER = "other"
-KINDS, PARTS, SPANS = 8, 800, 30_000
+KINDS, PARTS, SPANS = 8, 800, 10_000
 """The most kinds of memory, parts of the step, and spans on a page."""
+COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#387a7f", "#5b2633")
+"""The colours of kinds of memory. Colour-blind readers tell them apart, and from those of work: test_page.py."""
+WAIT = "#b3261e"
+"""The colour of waits of compute, and of the limit."""
 BOTTOM = (MemoryKind.SHARDS, MemoryKind.OPTIMIZER, MemoryKind.GRADIENTS, MemoryKind.PART, TensorKind.INPUT)
 """The kinds at the bottom of the stack, which change least. Above are activations, and then short-lived memory."""
 USUAL = (*BOTTOM[:3], TensorKind.ACTIVATION, TensorKind.TEMPORARY, MemoryKind.UNSHARDED, TensorKind.LOGITS)
@@ -33,6 +38,10 @@ class Levels:
     def most(self) -> int:
         """The most bytes at a moment, of all kinds together."""
         return max(map(sum, zip(*self.of.values(), strict=True)), default=0)
+
+    def at(self, number: int) -> dict[str, int]:
+        """Returns the bytes of each kind from a moment on."""
+        return {kind: column[number] for kind, column in self.of.items()}
 
 
 def kinds_of(timelines: Sequence[Timeline]) -> dict[str, int]:
@@ -75,9 +84,20 @@ def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
     return Levels([time for time, _ in moments], of)
 
 
-def top_of(lines: Mapping[str, int], most: int) -> int:
-    """Returns the bytes at the top of a chart of memory: `most`, or the highest line up to twice as high."""
-    return max(most, *(nbytes for nbytes in lines.values() if nbytes <= 2 * most), 0)
+def titles_of(timeline: Timeline) -> list[str]:
+    """Returns two titles: what was planned or recorded on which cluster and limit; the peak, and what is reserved."""
+    facts, limit = timeline.facts, timeline.lines.get("limit")
+    where = [facts["cluster"]] if "cluster" in facts else []
+    where += [f"limit {in_bytes(limit)}"] if limit is not None else []
+    of = [timeline.title, ", ".join(where)]
+    said = [f"{in_bytes(timeline.peak.nbytes)} alive {timeline.peak.moment}", facts.get("memory", "")]
+    return [": ".join(filter(None, of)), "; ".join(filter(None, said))]
+
+
+def top_of(timeline: Timeline, drawn: Levels) -> int:
+    """Returns the bytes at the top of a chart of memory: the most, or the highest line up to twice as high."""
+    most = max(drawn.most, timeline.peak.nbytes)
+    return max(most, *(nbytes for nbytes in timeline.lines.values() if nbytes <= 2 * most), 0)
 
 
 def longest(spans: Sequence[LaneSpan], most: int = SPANS) -> list[LaneSpan]:
@@ -96,44 +116,3 @@ def exposed_wait(timeline: Timeline) -> float:
 def is_exposed(span: LaneSpan) -> bool:
     """Returns whether compute waits for another lane."""
     return span.lane is Lane.COMPUTE and span.name == "wait"
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A unit, the units below it, and the names of neighbours that differ from it only in their names."""
-
-    unit: TimelineUnit
-    below: tuple[Branch, ...]
-    alike: tuple[str, ...] = ()
-
-    def form(self) -> object:
-        """Returns a value that is equal for branches that are alike."""
-        unit, start = self.unit, len(self.unit.name)
-        below = [(branch.unit.name[start:], branch.form(), len(branch.alike)) for branch in self.below]
-        return unit.kind, unit.numel, unit.unsharded_bytes, unit.shard_bytes, below
-
-
-def branches(units: Sequence[TimelineUnit]) -> list[Branch]:
-    """Returns the tree of `units` by their names. Of neighbours that are alike, the first one stands for all."""
-
-    def is_inside(name: str, other: str) -> bool:
-        return name != other and (not other or name.startswith(f"{other}."))
-
-    below: dict[int, list[int]] = {number: [] for number in range(-1, len(units))}
-    path: list[int] = []
-    for number in sorted(
-        range(len(units)), key=lambda number: units[number].name.split(".") * (units[number].name != "")
-    ):
-        while path and not is_inside(units[number].name, units[path[-1]].name):
-            path.pop()
-        below[path[-1] if path else -1].append(number)
-        path.append(number)
-
-    def branches_below(number: int) -> Iterator[Branch]:
-        """Yields the branches below a unit, in the order of the units."""
-        children = [Branch(units[child], tuple(branches_below(child))) for child in sorted(below[number])]
-        for _, group in groupby(children, Branch.form):
-            first, *others = group
-            yield Branch(first.unit, first.below, tuple(other.unit.name for other in others))
-
-    return list(branches_below(-1))

@@ -5,7 +5,6 @@ A cluster file is TOML in which every figure has a unit.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
-from sherd.errors import ClusterError
+from sherd.errors import ClusterError, did_you_mean
 from sherd.tools.simulate.work import OpKind
 
 
@@ -214,9 +213,7 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
 
 def bytes_in(text: str, where: str) -> int:
     """Returns the bytes in a text as "80 GiB". Raises ClusterError, which names `where` it was read."""
-    nbytes = _value(where, text, BYTES)
-    assert isinstance(nbytes, int), "bytes are whole"
-    return nbytes
+    return int(str(_value(where, text, BYTES)))
 
 
 def _tree(path: Path) -> dict[str, object]:
@@ -226,8 +223,8 @@ def _tree(path: Path) -> dict[str, object]:
     except ImportError as error:
         raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli: pip install tomli") from error
     except OSError as error:
-        near = difflib.get_close_matches(path.name, shipped_clusters(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected a file, or one of {', '.join(shipped_clusters())}"
+        shipped = shipped_clusters()
+        hint = did_you_mean(path.name, shipped, f"expected a file, or one of {', '.join(shipped)}")
         raise ClusterError(f"cannot read the cluster {str(path)!r}: {error.strerror}; {hint}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or no name of a file
         raise ClusterError(f"{str(path)!r} does not parse as TOML: {' '.join(str(error).split())}") from error
@@ -251,8 +248,7 @@ def _require_known(path: Path, values: Mapping[str, object], sources: Mapping[st
     """Raise ClusterError for a field that is unknown, or missing."""
     for name in values:
         if name not in FIELDS and not TABLE.fullmatch(name):
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected fields are {', '.join(FIELDS)}"
+            hint = did_you_mean(name, FIELDS, f"expected fields are {', '.join(FIELDS)}")
             named = name if len(name) < 80 else f"{name[:77]}..."
             raise ClusterError(f"{path}: unknown field {named!r} = {shortened(values[name])}; {hint}")
     for name in sources:

@@ -9,7 +9,6 @@ from itertools import cycle
 
 from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import ClusterCosts, flops_in
-from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
 from sherd.tools.simulate.search import Outcome
@@ -55,7 +54,7 @@ class Prediction:
 
     @property
     def outcome(self) -> Outcome:
-        """What settings are chosen by."""
+        """The seconds of a step, and the bytes of a device and of a node: figures that settings are compared by."""
         return Outcome(self.timeline.seconds, self.driver_bytes, self.ranks_of_node * self.host_bytes)
 
     @property
@@ -73,9 +72,8 @@ class Prediction:
         return price * self.mesh.num_ranks / 3600 / per_second * 1e6 if price is not None and per_second else None
 
     def days(self, tokens: float) -> float:
-        """Returns the days of a run over so many tokens, with jitter, failures and checkpoints on accelerators."""
-        share = goodput(self.mesh.num_ranks, Faults()).share if self.cluster.device.overlaps else 1.0
-        return tokens / self.tokens_per_second / share / 86400
+        """Returns the days of a run over so many tokens, if nothing stops it."""
+        return tokens / self.tokens_per_second / 86400
 
     def price(self, tokens: float) -> float | None:
         """Returns the price of a run over so many tokens; None if the price of a device is not known."""

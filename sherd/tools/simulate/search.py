@@ -35,9 +35,9 @@ class Verdict(str, Enum):
 
 
 class Published(NamedTuple):
-    """What `num` published trainings on several `devices` took of a device's memory.
+    """How far the memory of `num` published trainings on `devices` was from their plans.
 
-    It was their plan and a share of it from `low` to `high`, a tenth of them at either end left out.
+    They took more than planned by shares from `low` to `high`, without the tenth at either end.
     """
 
     devices: str

@@ -64,7 +64,7 @@ class Settings:
         strategy: the name of what is sharded over the data-parallel axes; "auto": zero3, over two axes hsdp.
         placement: "shard", "flat" or "whole": how parameters are cut; "whole": each has one owner.
         replicate_below: bytes; each rank keeps the whole of smaller parameters.
-        wrapping: the units, by a word of `auto_shard`: "auto", "pairs", "parts" or "ends".
+        wrapping: the units, as in `sherd.tools.plan.axes.auto_units`: "auto", "pairs", "parts" or "ends".
         reshard: unsharded parameters are freed after forward, except those of the root.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
             again. These blocks are spread evenly.

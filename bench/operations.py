@@ -35,18 +35,16 @@ Operations = Mapping[str, tuple[Timed, ...]]
 """By name and dtype, as `Device.timed` has them."""
 
 
-def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS, seconds_each: float = 0.0) -> Operations:
+def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS) -> Operations:
     """Returns the timed operations of `steps` on this rank. All ranks must call this function.
 
     Args:
         steps: forwards and backwards of models, which are repeated.
         cells_per_doubling: of a size; operations in one cell are returned as one.
-        seconds_each: the seconds for which each step is repeated; the fastest run counts, with the least other load.
     """
     cells: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
     for step in steps:
-        runs = [[*_run(step)] for _ in until(1, seconds_each)]
-        for op, seconds in min(runs, key=lambda run: sum(seconds for _, seconds in run)):
+        for op, seconds in _run(step):
             sizes = (op.flops, op.nbytes, op.depth)
             at = (str(round(cells_per_doubling * math.log2(max(1, size)))) for size in sizes)
             cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((*sizes, seconds))
