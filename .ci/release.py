@@ -75,7 +75,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     subprocess.run(["tar", "x", "-C", committed], input=archive, check=True)
     show("python", "-m", "build", "--no-isolation", "--outdir", DIST, committed)
-    return DIST / f"sherd-{version()}-py3-none-any.whl", DIST / f"sherd-{version()}.tar.gz"
+    return DIST / f"sherd_fsdp-{version()}-py3-none-any.whl", DIST / f"sherd_fsdp-{version()}.tar.gz"
 
 
 def check_wheel(wheel: Path) -> None:

@@ -30,8 +30,9 @@ NOT_CORE = (
 )
 
 STOREYS = {
-    "library": (),
-    "optimizers": ("optim/",),
+    "core": (),
+    "FSDP1": ("fsdp1/",),
+    "plug-ins": ("uneven/", "deltas/", "comm/host/"),
     "adapters": ("interop/",),
     "tools": ("tools/",),
     "trainer": ("train/", "cli/"),
@@ -51,8 +52,10 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (38618, 32000),
-    "lines of the optimizers": (3190, 1500),
+    "lines of the whole": (63982, 48000),
+    "lines of the core": (35732, 28000),
+    "lines of the FSDP1": (2680, 2700),
+    "lines of the plug-ins": (3393, 3400),
     "lines of the adapters": (1614, 1500),
     "lines of the tools": (13234, 12000),
     "lines of the trainer": (7438, 6000),
@@ -346,8 +349,8 @@ def test_each_storey_is_small_enough_to_know(everything):
     lines = dict.fromkeys(STOREYS, 0)
     for file in everything:
         inside = [storey for storey, folders in STOREYS.items() if file.name.removeprefix("sherd/").startswith(folders)]
-        lines[inside[0] if inside else "library"] += file.num_lines
-    for storey, num_lines in lines.items():
+        lines[inside[0] if inside else "core"] += file.num_lines
+    for storey, num_lines in {**lines, "whole": sum(lines.values())}.items():
         check(f"lines of the {storey}", num_lines)
 
 

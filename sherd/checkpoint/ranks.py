@@ -35,7 +35,7 @@ class Ranks:
             self.numbers = dist.get_process_group_ranks(group)
             self.rank, self.size = dist.get_rank(group), len(self.numbers)
             if self.size > 1:
-                with announced((group,), "makes a group for checkpoints", call, is_rare=True):
+                with announced((group,), "begins a checkpoint", call, is_rare=True):
                     self._group = host_group_beside(group, "checkpoints", self.numbers, device_of(group))
 
     def gather(self, mine: T, task: str) -> list[T]:
