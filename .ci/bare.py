@@ -14,12 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
-TINY = ["model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=32", "data.context=32"]
-TINY += ["optimizer.batch=4", "optimizer.micro_batch=2", "run.sample=10", "run.save_every=2"]
+TINY = ["layers=1", "width=32", "heads=2", "kv_heads=1", "hidden=32", "context=32"]
+TINY += ["batch=4", "micro_batch=2", "every=2"]
 
 
 def main() -> None:
-    for name in ("numpy", "matplotlib", "plotly", "rich", "transformers", "pytest"):
+    for name in ("numpy", "plotly", "rich", "transformers", "pytest"):
         assert importlib.util.find_spec(name) is None, f"{name} is installed, so this shows nothing"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Without it gloo asks the resolver for this machine's name, which fails where there is no network.
@@ -41,7 +41,7 @@ def main() -> None:
         assert "going on after step 4" in run(*train, "--resume", "--steps", "6"), "resumed"
         assert run("sherd", "generate", "run", "--prompt", "def ", "--length", "4").startswith("def "), "written"
         assert "bits per byte" in run("sherd", "eval", "run", "--nproc", "2"), "judged on two ranks"
-        run("sherd", "export", "run", "model.pt")
+        run("sherd", "convert", "run", "model.pt", "--model-only")
         if sys.version_info < (3, 11):
             return  # reads no TOML without tomli
         planned = run("sherd", "train", "--dry-run", "--nproc", "2", "--data", str(ROOT / "docs"), *TINY)

@@ -42,7 +42,7 @@ from sherd.tools.simulate.cluster import Cluster, cluster_toml, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.timeline import Timeline
-from sherd.train.config import ModelConfig as Shape
+from sherd.train.config import Config
 from sherd.train.models import Decoder as SherdDecoder
 
 from .calibration import calibrated
@@ -124,7 +124,7 @@ class Case:
         """Returns the model, on the default device."""
         s = self.shape
         if self.kind == "llama":
-            shape = Shape(s["layers"], s["width"], s["heads"], s["kv_heads"], s["hidden"])
+            shape = Config(s["layers"], s["width"], s["heads"], s["kv_heads"], s["hidden"])
             return SherdDecoder(shape)
         width = s["width"]
         if self.kind == "convolution":

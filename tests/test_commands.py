@@ -70,7 +70,7 @@ def gpus(monkeypatch):
 def asked_for(options, args, config):
     """How many ranks a command is for, on all machines together."""
     if options is None:
-        return args.nproc or config.run.ranks or default_ranks(config)
+        return args.nproc or default_ranks(config)
     numbers = {name: int(number) for name, number in re.findall(r"--(nnodes|nproc-per-node)[ =](\d+)", options)}
     return numbers.get("nnodes", 1) * numbers.get("nproc-per-node", 8)
 
@@ -88,7 +88,7 @@ def test_every_command_is_one():
 def test_every_command_gets_as_far_as_its_ranks(gpus):
     for _, options, words in TRAIN:
         args = parse(words)
-        config, _ = configure(args)
+        config = configure(args).config
         require_fit(args, config)
         for number in (0, 1, 4, 8):
             gpus(number)
@@ -103,21 +103,21 @@ def test_every_plain_command_fits_any_usual_number_of_ranks(gpus):
     for words, num_ranks in itertools.product(plain, (1, 4, 8)):
         gpus(num_ranks)
         args = parse([*words, "--nproc", str(num_ranks)])
-        config, _ = configure(args)
+        config = configure(args).config
         require_fit(args, config)
         require_ranks(num_ranks, config)
 
 
 def first_step(config):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    trainer = Trainer(config, read_corpus(config.data, config.context), grid(config))
     return trainer.step().loss
 
 
 @pytest.mark.front("`sherd train`")
 @pytest.mark.usefixtures("there")
 def test_a_command_of_the_readme_takes_a_step_on_four_ranks(world, tmp_path):
-    words = ["train", "--nproc", "4", "optimizer.lr=0.001"]
+    words = ["train", "--nproc", "4", "lr=0.001"]
     assert ("README.md", None, words) in COMMANDS
-    config, _ = configure(parse([*words, "--data", str(tmp_path / "my_texts"), "model.layers=1"]))
+    config = configure(parse([*words, "--data", str(tmp_path / "my_texts"), "layers=1"])).config
     (loss,) = set(world(4).run(first_step, config))
     assert loss == pytest.approx(math.log2(256), abs=0.3)

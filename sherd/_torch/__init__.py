@@ -54,7 +54,6 @@ from sherd._torch.collectives import imagined_ranks as imagined_ranks
 from sherd._torch.collectives import named_group as named_group
 from sherd._torch.collectives import read_objects_with as read_objects_with
 from sherd._torch.collectives import reduce_scatter_single as reduce_scatter_single
-from sherd._torch.collectives import set_timeout as set_timeout
 from sherd._torch.collectives import store_beside as store_beside
 from sherd._torch.collectives import symmetric_memory as symmetric_memory
 from sherd._torch.collectives import timeout_of as timeout_of

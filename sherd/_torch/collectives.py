@@ -275,18 +275,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def set_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the default group, and of groups that are made later without a timeout.
-
-    A mesh makes its groups without a timeout, and torch gives these 30 minutes (10 with NCCL) whatever the default
-    group has. The two defaults have no public setter, nor had the group's own timeout before 2.14 (2.11 to 2.15).
-    """
-    of_default_group = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    of_default_group(timeout)
-    write_into(distributed_c10d, "default_pg_timeout", timeout)
-    write_into(distributed_c10d, "default_pg_nccl_timeout", timeout)
-
-
 def adopt_timeout(group: dist.ProcessGroup) -> None:
     """Have a gloo group that was made without a timeout wait no longer than the default group does.
 

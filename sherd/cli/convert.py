@@ -25,7 +25,7 @@ from sherd.tools.convert.inspecting import damages, differences
 from sherd.tools.convert.mapping import numbers_of, rules_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.train.codes import NO_ROOM
-from sherd.train.saved import CHECKPOINTS, place_in
+from sherd.train.saved import CHECKPOINTS
 
 __all__ = ["run"]
 
@@ -57,12 +57,7 @@ def _meant(named: str) -> str:
     path = Path(named)
     if not mode_of(path / CHECKPOINTS) or any(format.is_at(path) for format in FORMATS.values()):
         return named
-    place = str(place_in(path))
-    if "://" in place:
-        raise InputError(
-            f"the run in {named} has its checkpoints at {place}; copy them to a disk, and name that folder"
-        )
-    return place
+    return str(path / CHECKPOINTS)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -25,9 +25,8 @@ from sherd.tools.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.tools.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.tools.doctor.machine import of_the_machine
 from sherd.tools.doctor.ranks import of_the_ranks
-from sherd.train.config import Config
 from sherd.train.launch import start
-from sherd.train.ranks import apart, take_the_way_to_the_others
+from sherd.train.ranks import TIMEOUT, apart, take_the_way_to_the_others
 from sherd.train.stop import is_rank, leave
 
 __all__ = ["doctor"]
@@ -54,7 +53,7 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     findings = list(of_the_machine(num_ranks, threads))
     folder = tempfile.mkdtemp(prefix="sherd-doctor-")
     try:
-        code = start(num_ranks, "sherd", [*words, "--into", folder])
+        code = start(num_ranks, [*words, "--into", folder])
         findings += _merged([_read(Path(folder) / f"{rank}.json") for rank in range(num_ranks)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,7 +70,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks(Config().run.timeout)
+            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks(TIMEOUT.total_seconds())
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

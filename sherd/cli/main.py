@@ -18,8 +18,8 @@ from sherd.cli.uses import use
 from sherd.cli.words import command_of, configure, parse, require_fit
 from sherd.errors import ClusterError, InputError
 from sherd.train.codes import BAD_INPUT
-from sherd.train.fields import toml
-from sherd.train.loggers import require_loggers
+from sherd.train.config import toml
+from sherd.train.loggers import require_logger
 from sherd.train.stop import Stop, is_rank
 from sherd.train.text import corpus_of
 
@@ -61,22 +61,29 @@ def _train(args: argparse.Namespace, words: list[str], stop: Stop) -> int:
     if args.print_config or args.dry_run:
         return _say(args)
     if is_rank():
-        from sherd.train.rank import Request, be_rank
+        from sherd.train.rank import be_rank
 
         outlive_the_terminal()
-        be_rank(Request(partial(configure, args), args.quiet, args.trace), stop)
-    config, resumed = configure(args)
+        be_rank(partial(configure, args), stop)
+    asked = configure(args)
+    config = asked.config
     require_fit(args, config)
-    require_loggers(config)
-    corpus_of(config, resumed)
-    from sherd.train.launch import launch
+    require_logger(config)
+    corpus_of(config, asked.resumed)
+    from sherd.train.device import default_ranks, require_ranks
+    from sherd.train.launch import start
 
-    return launch(args, words, config, stop)
+    num_ranks = args.nproc or default_ranks(config)
+    require_ranks(num_ranks, config)
+    stop()  # from here on we wait for ranks
+    if not args.quiet:
+        print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} ...", flush=True)
+    return start(num_ranks, words, stop)
 
 
 def _say(args: argparse.Namespace) -> int:
     """Print the config or the plan of a run, and start nothing. Raises InputError."""
-    config, _ = configure(args)
+    config = configure(args).config
     if args.print_config:
         said = toml(config)
     else:

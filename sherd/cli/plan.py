@@ -41,6 +41,8 @@ CODES = (
     f"{NO_ROOM}, a file cannot be written"
 )
 YES_OR_NO = {"yes": True, "no": False}
+AS_TRAINED = {"prefetch": 1, "replicate_below": 0}
+"""Settings that `sherd train` leaves as `fully_shard` has them."""
 TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
 """The optimizers of sherd train, by the names in its configs."""
 
@@ -56,7 +58,7 @@ def add_plan(commands: Any) -> None:
         "loss); a config.json of Hugging Face; a config of sherd train; or a run's folder, planned as configured",
     )
     p.add_argument(
-        "--as-configured", action="store_true", help="take [shard] and run.mesh of sherd train's config, choose nothing"
+        "--as-configured", action="store_true", help="take mesh and settings of sherd train's config, choose nothing"
     )
     names = f"{', '.join(shipped_clusters())}, or a file; of several the cheapest comes first"
     p.add_argument("--cluster", nargs="+", default=["h100"], metavar="NAME", help=names)
@@ -197,25 +199,29 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
     if as_is:
         if config is None:
             raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
-        ranks = args.ranks or config.run.ranks or cluster.devices_per_node
+        ranks = args.ranks or cluster.devices_per_node
         axes = axes_of(config, ranks) if args.mesh is None else Axes(**_mesh(args, ranks))  # type: ignore[arg-type]
         mesh, given = mesh_of(vars(axes)), as_configured(config, axes) | given
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
-    stepped = args.optimizer or TRAINED[config.optimizer.name if config else "adamw"]
+    stepped = args.optimizer or TRAINED[config.optimizer if config else "adamw"]
     if args.write is not None and stepped not in TRAINED.values():
         said = f"--write is for sherd train, which steps {' or '.join(TRAINED.values())}"
         raise InputError(f"--optimizer {stepped}: {said}")
+    if args.write is not None:
+        for name, only in AS_TRAINED.items():
+            if given.setdefault(name, only) != only:
+                raise InputError(f"{_flag(name)} {given[name]}: --write is for sherd train, which has {only}")
     if args.context is not None:
         _require_context(args.model, model, args.context)
         if config is not None:
-            Config.of(config.tree() | {"data": config.tree()["data"] | {"context": args.context}})
+            Config.of(config.tree(), {"context": args.context})
     context = args.context or model.context or USUAL
-    precision = args.precision or (config.run.precision if config else "bf16")
+    precision = args.precision or (config.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
     num_data = mesh if isinstance(mesh, int) else mesh.num_data
     training = model.training(context, OPTIMIZERS[stepped], dtype)
-    samples = args.samples or (config.optimizer.batch if config else training.samples * num_data)
+    samples = args.samples or (config.batch if config else training.samples * num_data)
     try:
         return planned(training, cluster, mesh, samples, args.limit, given, Path(args.model).name)
     except ArgumentError as error:
@@ -223,7 +229,7 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
         if value is None and error.argument == "mesh":
             flag, value = "--ranks", args.ranks or mesh
         elif value is None:
-            flag, value = ("optimizer.batch", samples) if config else (flag, "")
+            flag, value = ("batch", samples) if config else (flag, "")
         raise InputError(f"{flag} {_in_words(value)}: {error.said}") from error
 
 
@@ -291,17 +297,15 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
     """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
-    shard, run = config.shard, config.run
-    for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):
-        if getattr(shard, name) not in known:
-            raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")
+    if config.strategy not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise InputError(f"strategy = {config.strategy} is not planned; known are {known}")
     return {
-        **{name: getattr(shard, name) for name in ("strategy", "placement", "replicate_below", "wrapping")},
-        **{name: getattr(shard, name) for name in ("prefetch", "offload")},
-        "reshard": shard.reshard == "auto" and STRATEGIES[shard.strategy] == "auto",
-        "checkpointing": run.checkpointing_share if run.checkpointing else 0.0,
-        **({"recompute": run.recompute} if run.checkpointing else {}),
-        "micro_batch": config.split(axes.num_data, axes.pp).micro_batch,
+        **{name: getattr(config, name) for name in ("strategy", "placement", "wrapping", "offload", "checkpointing")},
+        **({"recompute": config.recompute} if config.checkpointing else {}),
+        **AS_TRAINED,
+        "reshard": config.reshard and STRATEGIES[config.strategy] == "auto",
+        "micro_batch": config.split(axes.num_data)[0],
     }
 
 
@@ -365,39 +369,24 @@ def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
 
         args.timeline.write_text(to_json(made.timeline), encoding="utf-8")
     if args.write is not None:
-        from sherd.train.fields import toml
+        from sherd.train.config import toml
 
         assert model.config is not None, "it was required"
-        context = args.context or model.config.data.context
+        context = args.context or model.config.context
         args.write.write_text(toml(configured(model.config, made, context)), encoding="utf-8")
 
 
 def configured(config: Config, made: Plan, context: int) -> Config:
     """Returns `config` with the settings of a plan for samples of `context` tokens."""
-    settings, tree = made.settings, config.tree()
-    mesh = settings.mesh
+    settings, mesh = made.settings, made.settings.mesh
+    names = ("strategy", "placement", "wrapping", "reshard", "offload", "checkpointing", "recompute", "micro_batch")
     axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
-    tree["data"] |= {"context": context}
-    tree["shard"] |= {
-        "strategy": settings.strategy,
-        "placement": settings.placement,
-        "replicate_below": settings.replicate_below,
-        "wrapping": settings.wrapping,
-        "reshard": "auto" if settings.reshard else "never",
-        "prefetch": settings.prefetch,
-        "offload": settings.offload,
-    }
-    tree["run"] |= {
-        "mesh": ",".join(axes),
-        "ranks": mesh.num_ranks,
-        "checkpointing": settings.checkpointing > 0,
-        "checkpointing_share": settings.checkpointing or 1.0,
-        "recompute": settings.recompute,
+    planned = {
+        **{name: getattr(settings, name) for name in names},
+        "context": context,
+        "mesh": ",".join(axes) or "dp=1",
         "precision": "fp32" if made.compute_dtype is None else "bf16",
-    }
-    tree["optimizer"] |= {
-        "name": "muon" if made.optimizer.is_muon else "adamw",
-        "micro_batch": settings.micro_batch,
+        "optimizer": "muon" if made.optimizer.is_muon else "adamw",
         "batch": settings.num_samples,
     }
-    return Config.of(tree)
+    return Config.of(config.tree(), planned)

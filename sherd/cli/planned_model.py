@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sherd.cli.planned_axes import TrainedLayout, spread_evenly, transformers_layout
+from sherd.cli.planned_axes import trained_layout, transformers_layout
 from sherd.cli.planned_transformers import batch_of, context_of, has_positions, read_model
 from sherd.errors import InputError, reason_of
 from sherd.tensor.structures import tensors_in
@@ -23,8 +23,7 @@ from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.sharded import Optimizer
-from sherd.train.config import SECTIONS, Config, read_tree
-from sherd.train.models import Decoder
+from sherd.train.config import FIELDS, Config, read_tree
 from sherd.train.parallel import on_meta
 
 __all__ = ["Planned", "model_from", "token_batch", "trained"]
@@ -167,19 +166,14 @@ def _hugging_face(path: str) -> Planned:
 
 
 def _config(path: str, tree: Any) -> Config:
-    if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
-        raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
+    if path.endswith(".json") and not tree.keys() & FIELDS.keys():
+        raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor fields of sherd train")
     return Config.of(tree)
 
 
 def trained(config: Config) -> Planned:
     """Returns the model of a run of `sherd train`, plain and on the meta device. Raises InputError as `build` does."""
-    model, names = on_meta(config), []
-    if isinstance(model, Decoder):
-        spread_evenly(model)
-        names = ["tp", "cp", "pp", *(["ep"] if config.model.experts else [])]
-    layout = TrainedLayout(own_or_usual_loss, config=config, names=tuple(names))
-    return Planned(model, token_batch, layout, config.data.context, config)
+    return Planned(on_meta(config), token_batch, trained_layout(config), config.context, config)
 
 
 def token_batch(samples: int, length: int) -> tuple[Tensor]:

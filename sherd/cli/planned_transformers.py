@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sherd.errors import InputError
-from sherd.train.models import in_one_line, require_sizes
+from sherd.errors import InputError, reason_of
 
 __all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 
@@ -171,3 +170,42 @@ def _integers(*shape: int) -> Tensor:
 
 def _numbers(*shape: int) -> Tensor:
     return torch.zeros(*shape, device="meta")
+
+
+# What is wrong with a config
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def require_sizes(config: Any, name: str) -> None:
+    """Raise InputError if a size in `config` is below 1. `name` is what the message calls the config.
+
+    transformers makes models of some such configs, and fails with other errors on the rest.
+    """
+    for where, field, value in _sizes(config):
+        if value < 1:
+            raise InputError(f"{name}: {where}{field} = {value}; expected a whole number from 1 on")
+
+
+def _sizes(config: Any, where: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yields the sizes that configs of transformers have in common, each with the config in it and its own name."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            yield where, config.attribute_map.get(name, name), value
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _sizes(getattr(config, name), f"{where}{name}.")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns what `error` says."""
+    return f"{'KeyError: ' * isinstance(error, KeyError)}{reason_of(error)}"  # whose text is a key, and no more

@@ -10,12 +10,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from sherd._torch import set_timeout
 from sherd.cli.uses import Asked, asked
 from sherd.comm.accelerator import backend
 from sherd.comm.objects import do_without_numpy
@@ -23,18 +21,16 @@ from sherd.train.checkpoint import load_model
 from sherd.train.data import Windows, tokens
 from sherd.train.device import require_ranks
 from sherd.train.folder import pick
-from sherd.train.judging import judge
 from sherd.train.parallel import build
-from sherd.train.passes import Passes, passes
+from sherd.train.passes import Passes
 from sherd.train.rank import grid_of
 from sherd.train.ranks import LOOPBACK, group, on_rank_0, together
-from sherd.train.sampling import Draw, continued, readable
+from sherd.train.sampling import continued, readable
 
 __all__ = ["be_alone", "be_rank", "generate", "loaded", "score"]
 
 FEW_PARAMETERS = 10_000_000
 """Below so many, several threads take longer for a token than one."""
-BETWEEN = "---------------\n"
 
 
 def be_alone(args: argparse.Namespace, ask: Asked) -> int:
@@ -50,10 +46,9 @@ def be_rank(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with group():
         # A run that still goes on may save in between: rank 0 says which checkpoint is meant.
-        checkpoint = on_rank_0(lambda: pick(args.run, args.best))
+        checkpoint = on_rank_0(lambda: pick(args.run))
         ask = together(lambda: asked(args, checkpoint))
         together(lambda: require_ranks(dist.get_world_size(), ask.config))
-        set_timeout(timedelta(seconds=ask.config.run.timeout))
         _do(args, ask)
     return 0
 
@@ -96,36 +91,29 @@ def loaded(ask: Asked) -> Passes:
     model = build(ask.config, grid)
     load_model(ask.checkpoint, model)
     model.eval()
-    return passes(model, grid, ask.config)
+    return Passes(model, grid)
 
 
 def generate(model: Passes, ask: Asked, args: argparse.Namespace) -> Iterator[str]:
-    """The text asked for, piece by piece. What the words leave open is as in the run's own sample."""
-    run = ask.config.run
-    prompt = run.prompt.encode(errors="surrogateescape") if args.prompt is None else os.fsencode(args.prompt)
-    length = run.sample if args.length is None else args.length
-    temperature = run.temperature if args.temperature is None else args.temperature
-    seed = run.seed if args.seed is None else args.seed
-    for number in range(args.num):
-        if number:
-            yield BETWEEN
-        draw = Draw(temperature, args.top_k or 0, seed, number)
-        yield from readable(continued(model.logits, prompt, length, ask.config.data.context, draw, model.device))
-        yield "\n"
+    """The text asked for, piece by piece."""
+    seed = ask.config.seed if args.seed is None else args.seed
+    prompt, context = os.fsencode(args.prompt), ask.config.context
+    yield from readable(continued(model.logits, context, args.length, prompt, args.temperature, seed))
+    yield "\n"
 
 
 def score(model: Passes, ask: Asked) -> dict[str, str | int | float | None]:
     """Returns how well the model predicts the text, by the names that `sherd eval --json` prints."""
     config = ask.config
-    found = judge(model, Windows(tokens(ask.text), config.data.context), config.optimizer.micro_batch)
+    nats = model.judge(Windows(tokens(ask.text), config.context), config.micro_batch)
     return {
         "checkpoint": str(ask.checkpoint),
         "step": ask.checkpoint.step,
         "text": ask.source,
         "bytes": len(ask.text),
-        "bits_per_byte": found.bits,
-        "nats_per_token": found.nats,
-        "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,
+        "bits_per_byte": nats / math.log(2),
+        "nats_per_token": nats,
+        "perplexity": math.exp(nats) if nats < 700 else None,
     }
 
 

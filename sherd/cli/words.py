@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import NoReturn
 
 from sherd import __version__
 from sherd.cli.compare import add_compare
@@ -19,10 +19,9 @@ from sherd.cli.report import add_report
 from sherd.cli.uses import add_uses
 from sherd.errors import InputError, did_you_mean
 from sherd.train.axes import axes_of
-from sherd.train.config import NO_HF_CONFIG, SECTIONS, Config, Tree, assigned, read_tree, whole_number
-from sherd.train.fields import describe
+from sherd.train.config import FIELDS, NO_HF_CONFIG, Config, assigned, describe, read_tree, whole_number
 from sherd.train.folder import is_free, last_run
-from sherd.train.saved import Checkpoint, NoCheckpoint, newest, newest_in, place_in
+from sherd.train.saved import Checkpoint, NoCheckpoint, Start, folder_in, newest
 
 __all__ = ["command_of", "configure", "parse", "require_fit"]
 
@@ -35,6 +34,7 @@ MANY_MACHINES = (
 )
 
 
+CONFIGS = (".toml", ".json", ".yaml", ".yml")
 EXAMPLE = "for example: sherd train --data my_texts/ --steps 200, then sherd generate"
 
 
@@ -54,21 +54,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="command")
     p = commands.add_parser(
         "train",
-        usage="sherd train [options] [section.field=value ...], in any order",
+        usage="sherd train [CONFIG] [options] [field=value ...], in any order",
         help="train a language model, sharded over ranks",
         description=f"Train a language model, sharded over ranks.\n\nOn each of several machines:\n  {MANY_MACHINES}",
-        epilog="fields, in the TOML of --config or as section.field=value here:\n\n" + describe(),
+        epilog="fields, in the TOML of --config or as field=value here:\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     p.set_defaults(fields=[])  # whatever is no option, see parse
     p.add_argument("--config", metavar="FILE", help="TOML, or JSON, with any of the fields below")
-    p.add_argument("--data", metavar="PATH", help="data.path: a file or a folder of text")
-    p.add_argument("--out", metavar="PATH", help="run.out: a new or empty folder; with --resume, a run's")
-    p.add_argument("--steps", type=_whole, metavar="N", help="run.steps")
+    p.add_argument("--data", metavar="PATH", help="data: a file or a folder of text")
+    p.add_argument("--out", metavar="PATH", help="the folder of the run, a new or empty one; with --resume, a run's")
+    p.add_argument("--steps", type=_whole, metavar="N", help="steps")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
     p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
-    p.add_argument("--mesh", metavar="AXES", help="run.mesh: how ranks share the work, as in dp=2,tp=2")
+    p.add_argument("--mesh", metavar="AXES", help="mesh: how ranks share the work, as in dp=2,tp=2")
     p.add_argument("--nproc", type=_whole, metavar="N", help="processes to start: 2, or one per device, unless told")
     p.add_argument("--dry-run", action="store_true", help="say what a step takes on each rank, and start nothing")
     p.add_argument(
@@ -121,11 +121,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     _require_command(words)
     args, others = _parser().parse_known_args(words)
     others = [word for word in others if word != "--"]
-    if "path" in args and args.run is None and len(others) == 1 and not others[0].startswith("-"):
-        args.run, args.path = args.path, others.pop()  # an option stood between the two
     if isinstance(getattr(args, "trace", None), str) and "fields" in args:  # a field that has followed the option
         others.insert(0, args.trace)
         args.trace = THIRD
+    if getattr(args, "config", "") is None and others and "=" not in others[0] and others[0].endswith(CONFIGS):
+        args.config = others.pop(0)
     for word in others:
         if word.startswith("-"):
             raise InputError(_unknown(word, words[0]))
@@ -160,80 +160,51 @@ def _unknown(word: str, command: str) -> str:
     name, equals, value = word.lstrip("-").partition("=")
     value = value if equals else "VALUE"
     field = name.replace("-", "_")
-    homes = [section for section, fields in SECTIONS.items() if field in get_type_hints(fields)]
     hint = did_you_mean(name, [option.lstrip("-") for option in parser._option_string_actions], prefix="--")
     if parser.get_default("fields") is not None:
-        if "." in name:
-            return f"{word} is no option; write a field without dashes: {name}={value}"
-        hint = f"did you mean {homes[0]}.{field}={value}?" if homes else hint
+        hint = f"did you mean {field}={value}?" if field in FIELDS else hint
     return f"unknown option {word}; {hint + ' ' if hint else ''}{parser.prog} --help lists all"
 
 
-def configure(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
+def configure(args: argparse.Namespace) -> Start:
     """Returns what to run, and what it goes on from. Reads, and writes nothing.
 
     Raises:
         InputError: the words, the config file or the folder cannot be used.
     """
-    options = {"data": {"path": args.data}, "run": {"out": args.out, "steps": args.steps, "mesh": args.mesh}}
-    given = {section: {k: v for k, v in values.items() if v is not None} for section, values in options.items()}
-    trees = [read_tree(args.config) if args.config else {}, assigned(args.fields), given]
-    out, checkpoint = _to_resume(args, trees)
-    if checkpoint is None:
-        config = Config.of(*trees)
-        out = Path(config.run.out)
-        if config.run.out and not args.resume_or_start and not is_free(out):
-            raise InputError(
-                f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one"
-            )
-        if config.run.checkpoints and (found := newest_in(place_in(out, config.run.checkpoints))[0]):
-            raise InputError(
-                f"run.checkpoints = {config.run.checkpoints!r} holds step {found.step} of a run; --resume goes on with "
-                "it, another run.checkpoints starts one"
-            )
-        _require_step(args, config, 0)
-        return config, None
-    # The saved run decides what the words leave open; but where it lies, and on how many ranks, is today's matter.
-    elsewhere = "" if str(checkpoint.folder) == str(place_in(out, "")) else str(checkpoint.folder)
-    today = {"run": {"ranks": 0, "checkpoints": elsewhere}}
-    config = Config.of(checkpoint.config, today, *trees, {"run": {"out": str(out)}})
-    checkpoint.check_model(config)
-    steps, done = config.run.steps, checkpoint.step
-    if 0 < steps < done:
-        raise InputError(f"run.steps = {steps}, but {out} is past that: step {done} is saved; give more --steps")
-    _require_step(args, config, done)
-    return config, checkpoint
-
-
-def _require_step(args: argparse.Namespace, config: Config, done: int) -> None:
-    """Refuse to record a step that the run does not make. Raises InputError."""
-    if args.trace is not None and config.run.memory_limit:
-        raise InputError("--trace and run.memory_limit both follow all tensors; leave one of them out")
-    if args.trace and not done < args.trace <= (config.run.steps or args.trace):
-        last = f" and ends with step {config.run.steps}" if config.run.steps else ""
+    given = {"data": args.data, "steps": args.steps, "mesh": args.mesh}
+    trees = [read_tree(args.config) if args.config else {}, assigned(args.fields)]
+    trees.append({name: value for name, value in given.items() if value is not None})
+    config, out = Config.of(*trees), Path(args.out or "")
+    checkpoint = None
+    if args.resume or args.resume_or_start:
+        out, checkpoint = _to_resume(args)
+        if checkpoint is not None:  # the saved run decides what the words leave open
+            config = Config.of(checkpoint.config, *trees)
+            checkpoint.check_model(config)
+            if 0 < config.steps < checkpoint.step:
+                past = f"{out} is past that: step {checkpoint.step} is saved; give more --steps"
+                raise InputError(f"steps = {config.steps}, but {past}")
+    elif args.out and not is_free(out):
+        raise InputError(f"{out} is not an empty folder; --resume goes on with the run in it, another --out starts one")
+    done = checkpoint.step if checkpoint else 0
+    if args.trace and not done < args.trace <= (config.steps or args.trace):
+        last = f" and ends with step {config.steps}" if config.steps else ""
         raise InputError(f"--trace {args.trace}, but the run begins with step {done + 1}{last}")
+    return Start(config, str(out) if args.out or checkpoint else "", checkpoint, args.quiet, args.trace)
 
 
-def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> tuple[Path, Checkpoint | None]:
-    """Returns the run's folder as far as it is named, and what it goes on from; None for one that starts."""
-    run = Config.of(*({"run": tree["run"]} for tree in trees if "run" in tree)).run
-    if not (args.resume or args.resume_or_start):
-        return Path(run.out), None
-    if not run.out and (args.resume_or_start or run.checkpoints):
-        raise InputError(f"--resume{'-or-start' if args.resume_or_start else ''} needs the --out that it is to look in")
-    out = Path(run.out or last_run())
-    place = place_in(out, run.checkpoints or None)
+def _to_resume(args: argparse.Namespace) -> tuple[Path, Checkpoint | None]:
+    """Returns the run's folder, and what it goes on from; None for one that starts, by --resume-or-start."""
+    if not args.out and args.resume_or_start:
+        raise InputError("--resume-or-start needs the --out that it is to look in")
+    out = Path(args.out or last_run())
     try:
-        return out, newest(out, place)
-    except NoCheckpoint:
-        found, _ = newest_in(place_in(out))
-        if found:  # nobody wants to begin anew beside it
-            raise InputError(
-                f"{place} holds no checkpoint, but {found} is one; copy that folder there, or leave out run.checkpoints"
-            ) from None
-        if not args.resume_or_start:
-            raise
-        return out, None
+        return out, newest(folder_in(out))
+    except NoCheckpoint as error:
+        if args.resume_or_start:
+            return out, None
+        raise InputError(f"{error}; --resume-or-start begins anew, --out names another run") from error
 
 
 def require_fit(args: argparse.Namespace, config: Config) -> None:
@@ -242,11 +213,9 @@ def require_fit(args: argparse.Namespace, config: Config) -> None:
     Raises:
         InputError: the file is missing, or the batch or the mesh does not fit.
     """
-    num_ranks = args.nproc if args.nproc is not None else config.run.ranks
-    if args.nproc is not None and num_ranks < 1:
-        raise InputError(f"--nproc {num_ranks} is too few; a run needs at least one process")
-    if config.model.hf and not Path(config.model.hf).is_file():
-        raise InputError(NO_HF_CONFIG.format(config.model.hf))
-    if num_ranks:
-        axes = axes_of(config, num_ranks)
-        config.split(axes.num_data, axes.pp)
+    if args.nproc is not None and args.nproc < 1:
+        raise InputError(f"--nproc {args.nproc} is too few; a run needs at least one process")
+    if config.hf and not Path(config.hf).is_file():
+        raise InputError(NO_HF_CONFIG.format(config.hf))
+    if args.nproc:
+        config.split(axes_of(config, args.nproc).num_data)

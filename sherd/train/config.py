@@ -1,4 +1,4 @@
-"""The config of a run: its fields and their limits."""
+"""The config of a run: a record of fields with limits, where its values come from, and the fields in writing."""
 
 from __future__ import annotations
 
@@ -16,51 +16,41 @@ from typing import Any, TypeVar, get_type_hints
 
 from sherd.errors import InputError
 
-__all__ = [
-    "BatchSplit",
-    "Config",
-    "DataConfig",
-    "InputError",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "ShardConfig",
-    "assigned",
-    "read_tree",
-    "whole_number",
-]
+__all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml", "whole_number"]
 
-NO_HF_CONFIG = "model.hf = {!r} is no file; give the path of a Hugging Face config.json"
-T = TypeVar("T")
+NO_HF_CONFIG = "hf = {!r} is no file; give the path of a Hugging Face config.json"
 LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
-# The engine's strategies, alike over all ranks that read samples, or over replicate otherwise than over dp; and its
-# transports. Written down once more, as a config is checked without torch: test_choices_are_those_of_the_engine.
+# The engine's own words, written down once more, as a config is checked without torch:
+# test_choices_are_those_of_the_engine.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
-KEEP_WHOLE = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
-TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 WRAPPINGS = ("auto", "pairs", "parts", "ends")
+MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
+PATHS = ("data", "hf")
 FREE = (
-    *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
-    *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
-    *("run.checkpointing", "run.checkpointing_share", "run.recompute", "run.compile", "run.keep_best"),
-    *("run.tensorboard", "run.logger", "run.checkpoints", "run.async_save", "run.memory_limit"),
+    *("data", "micro_batch", "mesh", "strategy", "placement", "wrapping", "reshard", "offload", "checkpointing"),
+    *("recompute", "compile", "every", "logger"),
 )
-"""Fields that do not decide the losses, up to rounding; nor does any of `[shard]`."""
-Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
-
-
+"""Fields that do not decide the losses, up to rounding."""
+RECIPES = {
+    **dict.fromkeys(("ep", "experts", "top_k", "balance"), "mixture_of_experts"),
+    "cp": "long_context",
+    "pp": "pipeline",
+}
+"""Axes and fields that a program of one's own has, and the recipe that shows it: docs/recipes/NAME.md."""
 TRACKERS = {
     "tensorboard": "sherd.train.trackers:TensorBoard",
     "wandb": "sherd.train.trackers:WeightsAndBiases",
     "mlflow": "sherd.train.trackers:MLflow",
 }
-"""The words for `run.logger`, which are the packages that they need, and what is started for each."""
+"""The words for `logger`, which are the packages that they need, and what is started for each."""
+
+T = TypeVar("T")
+Tree = Mapping[str, Any]  # field -> value, as TOML and JSON give it
 
 
 def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:
-    metadata = {"about": about, "rule": rule, "holds": holds}
-    value: T = field(default=default, metadata=metadata)
+    value: T = field(default=default, metadata={"about": about, "rule": rule, "holds": holds})
     return value
 
 
@@ -72,156 +62,8 @@ def _above(low: float, default: float, about: str) -> float:
     return _field(default, about, f"above {low}", lambda value: value > low)
 
 
-def _share(default: float, about: str) -> float:
-    return _field(default, about, "in [0, 1)", lambda value: 0 <= value < 1)
-
-
 def _one_of(names: tuple[str, ...], about: str) -> str:
     return _field(names[0], about, "one of " + ", ".join(names), lambda value: value in names)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A Llama-style decoder, or a Hugging Face one."""
-
-    layers: int = _at_least(1, 4, "decoder blocks")
-    width: int = _at_least(1, 128, "numbers per token in the residual stream")
-    heads: int = _at_least(1, 4, "query heads; they divide the width")
-    kv_heads: int = _at_least(1, 2, "key and value heads; they divide the query heads")
-    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer, or inside one expert")
-    experts: int = _at_least(0, 0, "experts of a feed-forward layer, a mixture of them; 0: no mixture")
-    top_k: int = _at_least(1, 2, "experts that a token goes to")
-    balance: float = _at_least(0, 0.01, "weight of the loss that grows when experts get unequal shares of the tokens")
-    tied: bool = _field(True, "the output layer reads the embedding's weight")
-    rope_base: float = _above(0, 10000.0, "longest wavelength of the rotary embedding, in positions / 2 pi")
-    hf: str = _field("", "a Hugging Face config.json; it replaces every other field of this section")
-
-
-Model = ModelConfig
-"""The name that `ModelConfig` had before. It stays for one version."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where text comes from, and how it is cut."""
-
-    path: str = _field("", "a file or a folder; empty: the Python standard library's own sources")
-    context: int = _at_least(2, 128, "tokens (bytes) a sample predicts, and can look back on")
-    held_out: float = _field(0.01, "share of the text kept for evaluation", "in (0, 1)", lambda x: 0 < x < 1)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW or Muon, on batches of a fixed number of samples, whatever the number of ranks."""
-
-    name: str = _one_of(
-        ("adamw", "muon"), "muon steps hidden matrices by sherd.Muon at AdamW's rate, the rest by AdamW"
-    )
-    batch: int = _at_least(1, 16, "samples per step, over all ranks")
-    micro_batch: int = _at_least(
-        0,
-        0,
-        "samples in one forward of one rank, the rest is accumulated; 0: the most that divide a rank's share of the "
-        f"batch, up to {LARGEST_MICRO_BATCH}",
-    )
-    lr: float = _above(0, 2e-3, "peak learning rate")
-    warmup: int = _at_least(0, 50, "steps from zero to the peak; a run that is shorter never gets there")
-    final_lr: float = _share(0.02, "learning rate of the last step, as a share of the peak")
-    weight_decay: float = _at_least(0, 0.1, "decay of matrices; vectors have none")
-    beta1: float = _share(0.9, "decay of the running mean of gradients")
-    beta2: float = _share(0.99, "decay of the running mean of their squares")
-    momentum: float = _share(0.95, "decay of Muon's running mean of gradients")
-    clip: float = _at_least(0, 1.0, "largest norm of the whole gradient; 0: it is not clipped")
-    flatten: bool = _field(False, "step each rank's shards as few long vectors (flatten_optimizer)")
-
-
-@dataclass(frozen=True)
-class ShardConfig:
-    """How parameters, gradients and optimizer state are sharded. None of it changes what is trained."""
-
-    strategy: str = _one_of(
-        ("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto is zero3, with replicate hsdp"
-    )
-    placement: str = _one_of(
-        ("shard", "flat", "blocks", "whole"),
-        "where a parameter may be cut: between rows, between any elements, between blocks of rows, or nowhere",
-    )
-    rows: int = _at_least(1, 16, "rows of a block, for shard.placement = blocks")
-    replicate_below: int = _at_least(
-        0, 0, "bytes: each rank keeps the whole of smaller parameters, ungathered; 0: none"
-    )
-    reshard: str = _one_of(
-        ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
-    )
-    wrapping: str = _one_of(
-        WRAPPINGS,
-        "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
-        " and head",
-    )
-    prefetch: int = _at_least(0, 1, "units that are gathered ahead, in forward and in backward")
-    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
-    transport: str = _one_of(
-        TRANSPORTS, "how bytes travel; auto is shared memory on one host of CPU ranks, else gloo, or the device's own"
-    )
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """How long, where, and what is written."""
-
-    out: str = _field("", "folder of the run; empty: the first free of runs/1, runs/2, ...")
-    steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into run.minutes")
-    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take time beside")
-    ranks: int = _at_least(0, 0, "ranks the run must have; 0: as many as there are")
-    mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, ep, cp, tp, pp; empty: all are dp")
-    seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
-    timeout: float = _above(0, 600.0, "seconds after which a rank that does not answer is taken for dead")
-    device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
-    precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
-    checkpointing: bool = _field(False, "keep only each block's input for backward, and compute the rest again")
-    checkpointing_share: float = _field(
-        1.0, "share of the blocks that checkpointing is for, evenly spread", "in (0, 1]", lambda value: 0 < value <= 1
-    )
-    recompute: str = _one_of(
-        ("full", "selective"), "of checkpointed blocks: all, or not attention and every second matrix product"
-    )
-    memory_limit: float = _at_least(0, 0.0, "GiB that a rank's tensors may take, which are then followed; 0: no limit")
-    compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
-    eval_every: int = _at_least(0, 250, "steps between evaluations; 0: at the end only")
-    save_every: int = _at_least(0, 250, "steps between checkpoints; 0: at the end only")
-    keep: int = _at_least(1, 2, "checkpoints kept")
-    checkpoints: str = _field(
-        "", "folder or URL of the checkpoints, as s3://bucket/run; empty: in the run's own folder"
-    )
-    async_save: bool = _field(True, "checkpoints are copied to host memory, and written while the run goes on")
-    prompt: str = _field("", "how the text sample begins; empty: a new document")
-    sample: int = _at_least(0, 200, "bytes of the text sample")
-    temperature: float = _at_least(0, 0.6, "of the text sample; 0 takes the likeliest byte")
-    keep_best: bool = _field(True, "an evaluation that is the best so far is saved, and kept beside the last ones")
-    tensorboard: bool = _field(False, "figures also go to OUT/tensorboard")
-    logger: str = _field(
-        "",
-        "where figures also go: docs/do/train.md",
-        f"{', '.join(TRACKERS)}, or module:function",
-        lambda name: not name or name in TRACKERS or all(name.partition(":")),
-    )
-
-
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "shard": ShardConfig,
-    "run": RunConfig,
-}
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """A rank's share of a batch: so many micro-batches of so many samples."""
-
-    micro_batch: int
-    times: int
 
 
 @dataclass(frozen=True)
@@ -232,91 +74,111 @@ class Config:
         InputError: two fields do not fit each other.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    shard: ShardConfig = field(default_factory=ShardConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    # The model: a Llama-style decoder, or a Hugging Face one
+    layers: int = _at_least(1, 4, "decoder blocks")
+    width: int = _at_least(1, 128, "numbers per token in the residual stream")
+    heads: int = _at_least(1, 4, "query heads; they divide the width")
+    kv_heads: int = _at_least(1, 2, "key and value heads; they divide the query heads")
+    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer")
+    tied: bool = _field(True, "the output layer reads the embedding's weight")
+    hf: str = _field("", "a Hugging Face config.json; its model replaces the six fields above")
+    # The data
+    data: str = _field("", "a file or a folder of text; empty: the Python standard library's own sources")
+    context: int = _at_least(2, 128, "tokens (bytes) a sample predicts, and can look back on")
+    # The optimizer, on batches of a fixed number of samples, whatever the number of ranks
+    optimizer: str = _one_of(
+        ("adamw", "muon"), "muon steps hidden matrices by sherd.Muon at AdamW's rate, the rest by AdamW"
+    )
+    lr: float = _above(0, 2e-3, "peak learning rate")
+    warmup: int = _at_least(0, 50, "steps from zero to the peak; a run that is shorter never gets there")
+    batch: int = _at_least(1, 16, "samples per step, over all ranks")
+    micro_batch: int = _at_least(
+        0,
+        0,
+        "samples in one forward of one rank, the rest is accumulated; 0: the most that divide a rank's share of the "
+        f"batch, up to {LARGEST_MICRO_BATCH}",
+    )
+    # How ranks share the work
+    mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, tp; empty: all are dp")
+    strategy: str = _one_of(
+        ("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto is zero3, with replicate hsdp"
+    )
+    placement: str = _one_of(
+        ("shard", "flat", "whole"), "where a parameter may be cut: between rows, between any elements, or nowhere"
+    )
+    wrapping: str = _one_of(
+        WRAPPINGS,
+        "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
+        " and head",
+    )
+    reshard: bool = _field(True, "free unsharded parameters after forward, but for the root's")
+    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
+    checkpointing: float = _field(
+        0.0,
+        "share of the blocks that keep only their input for backward, and compute the rest again",
+        "in [0, 1]",
+        lambda value: 0 <= value <= 1,
+    )
+    recompute: str = _one_of(
+        ("full", "selective"), "of checkpointed blocks: all, or not attention and every second matrix product"
+    )
+    precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
+    compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
+    # The run
+    steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into minutes")
+    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take time beside")
+    every: int = _at_least(0, 250, "steps between checkpoints, and between evaluations; 0: at the end only")
+    seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
+    device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
+    logger: str = _field(
+        "",
+        "where figures also go: docs/do/train.md",
+        f"{', '.join(TRACKERS)}, or module:function",
+        lambda name: not name or name in TRACKERS or all(name.partition(":")),
+    )
 
     def __post_init__(self) -> None:
-        self._check_model()
-        if self.shard.strategy in KEEP_WHOLE and self.shard.reshard == "always":
-            raise InputError(
-                f"shard.reshard = 'always', but by shard.strategy = {self.shard.strategy!r} every rank keeps "
-                "unsharded parameters; leave it out, or choose zero3, hsdp or hfsdp"
-            )
-
-    def _check_model(self) -> None:
-        m = self.model
-        if m.hf:
+        if self.hf:
             return
-        if m.tied and self.shard.wrapping == "ends":
+        if self.tied and self.wrapping == "ends":
             raise InputError(
-                "shard.wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied; set "
-                "model.tied = false, or choose another wrapping"
+                "wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied; set tied = "
+                "false, or choose another wrapping"
             )
-        if m.width % m.heads or m.width // m.heads % 2:
+        if self.width % self.heads or self.width // self.heads % 2:
             raise InputError(
-                f"model.width = {m.width} does not split into model.heads = {m.heads} heads of even width; "
-                "choose a width that is a multiple of twice the heads"
+                f"width = {self.width} does not split into heads = {self.heads} heads of even width; choose a width "
+                "that is a multiple of twice the heads"
             )
-        if m.heads % m.kv_heads:
+        if self.heads % self.kv_heads:
             raise InputError(
-                f"model.kv_heads = {m.kv_heads} does not divide model.heads = {m.heads}; "
-                "each key head serves the same number of query heads"
-            )
-        if m.experts and m.top_k > m.experts:
-            raise InputError(
-                f"model.top_k = {m.top_k} is more than model.experts = {m.experts}; a token goes to an expert once"
+                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; each key head serves the same "
+                "number of query heads"
             )
 
-    def split(self, num_ranks: int, num_stages: int = 1) -> BatchSplit:
-        """Returns each rank's share of the batch.
-
-        `num_ranks` ranks read different samples; each of the `num_stages` of a pipeline needs a micro-batch of its own.
+    def split(self, num_ranks: int) -> tuple[int, int]:
+        """Returns the samples of a micro-batch, and a rank's number of them, if so many ranks read different samples.
 
         Raises:
             InputError: the batch does not divide.
         """
-        share, rest = divmod(self.optimizer.batch, num_ranks)
-        asked = self.optimizer.micro_batch
-        for size in [asked] if asked else range(LARGEST_MICRO_BATCH, 0, -1):
-            if not rest and share % size == 0 and share // size >= num_stages:
-                return BatchSplit(size, share // size)
-        raise InputError(self._no_split(num_ranks, num_stages))
-
-    def _no_split(self, num_ranks: int, num_stages: int) -> str:
-        batch, asked = self.optimizer.batch, self.optimizer.micro_batch
-        unit = num_ranks * max(1, asked)
-        nearest = unit * max(num_stages, (batch + unit // 2) // unit)
-        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        what = f"{ranks} x optimizer.micro_batch = {asked}" if asked else ranks
-        what += f" and {num_stages} stages, each with a micro-batch" if num_stages > 1 else ""
-        remedy = f"the nearest that does is optimizer.batch={nearest}"
-        if asked and batch % num_ranks == 0 and batch // num_ranks >= num_stages:
-            remedy += "; or set optimizer.micro_batch=0, which finds one that fits"
-        return f"optimizer.batch = {batch} does not fit {what}; {remedy}"
-
-    def notes(self) -> list[str]:
-        """Settings that can be used and are hardly meant, one line for each."""
-        warmup, steps = self.optimizer.warmup, self.run.steps
-        if 0 < steps < warmup:
-            return [
-                f"optimizer.warmup = {warmup} lasts longer than the run of {steps} steps, whose learning rate ends "
-                f"at {self.optimizer.lr * steps / warmup:.2g}; optimizer.warmup={-(-steps // 10)} is a tenth of it"
-            ]
-        return []
+        share, rest = divmod(self.batch, num_ranks)
+        for size in [self.micro_batch] if self.micro_batch else range(LARGEST_MICRO_BATCH, 0, -1):
+            if not rest and share and share % size == 0:
+                return size, share // size
+        unit = num_ranks * max(1, self.micro_batch)
+        what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        what += f" x micro_batch = {self.micro_batch}" if self.micro_batch else ""
+        remedy = f"the nearest that does is batch={unit * max(1, (self.batch + unit // 2) // unit)}"
+        if self.micro_batch and share and not rest:
+            remedy += "; or set micro_batch=0, which finds one that fits"
+        raise InputError(f"batch = {self.batch} does not fit {what}; {remedy}")
 
     def from_anywhere(self) -> Config:
         """Returns the config with paths that mean the same in any folder: for one who resumes the run in another."""
-        absolute = {
-            section: {name: os.path.abspath(path)}
-            for section, name in (("model", "hf"), ("data", "path"), ("run", "checkpoints"))
-            if (path := getattr(getattr(self, section), name)) and "://" not in path
-        }
-        return Config.of(self.tree(), absolute)
+        return Config.of(self.tree(), {name: os.path.abspath(path) for name in PATHS if (path := vars(self)[name])})
 
-    def tree(self) -> dict[str, dict[str, Any]]:
+    def tree(self) -> dict[str, Any]:
         """Returns the config as plain values, for JSON; `Config.of` reads it back."""
         return dataclasses.asdict(self)
 
@@ -325,55 +187,42 @@ class Config:
         """The defaults, changed by each tree in turn.
 
         Raises:
-            InputError: an unknown section or field, a value of the wrong type, or one out of its limits.
+            InputError: an unknown field, a value of the wrong type, or one out of its limits.
         """
-        sections: dict[str, Any] = {name: section() for name, section in SECTIONS.items()}
+        values: dict[str, Any] = {}
         for tree in trees:
-            for name, values in tree.items():
-                if not isinstance(values, Mapping):
-                    raise InputError(f"{name} = {values!r} stands outside a section; {_place_of(name)}")
-                _known("section", name, sections)
-                sections[name] = _changed(name, sections[name], values)
-        return Config(**sections)
+            for name, value in tree.items():
+                values[name] = _checked(name, value)
+        return Config(**values)
 
 
-def _place_of(name: str) -> str:
-    """Returns where a value belongs that was given to `name` alone."""
-    if name in SECTIONS:
-        return f"{name} is itself a section"
-    homes = [section for section, fields in SECTIONS.items() if name in get_type_hints(fields)]
-    return f"put it under [{homes[0]}]" if homes else "put it under one of " + ", ".join(f"[{s}]" for s in SECTIONS)
+FIELDS = {each.name: each for each in dataclasses.fields(Config)}
+TYPES: dict[str, type] = get_type_hints(Config)
+WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-def _changed(section: str, old: Any, values: Mapping[str, Any]) -> Any:
-    """`old`, one section, with `values` in place of its own."""
-    fields = {f.name: f for f in dataclasses.fields(old)}
-    types = get_type_hints(type(old))
-    new = {}
-    for name, value in values.items():
-        where = f"{section}.{name}"
-        _known("field", where, [f"{section}.{known}" for known in fields])
-        new[name] = value = _typed(where, value, types[name])
-        if not fields[name].metadata["holds"](value):
-            raise InputError(f"{where} = {value!r} is out of its limits; it must be {fields[name].metadata['rule']}")
-    return dataclasses.replace(old, **new)
-
-
-def _known(kind: str, name: str, names: Iterable[str]) -> None:
-    names = list(names)
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(names)
-        raise InputError(f"unknown {kind} {name}; {hint}")
-
-
-def _typed(where: str, value: Any, kind: type) -> Any:
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of a field. Raises InputError if there is no such field, or the value cannot be used."""
+    if name not in FIELDS:
+        section = isinstance(value, Mapping)
+        raise InputError(f"unknown field {name}; {'a config has no sections' if section else _hint(name)}")
+    kind = TYPES[name]
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[kind]
-        raise InputError(f"{where} = {value!r} has the wrong type; it must be {wanted}")
+        raise InputError(f"{name} = {value!r} has the wrong type; it must be {WANTED[kind]}")
+    if not FIELDS[name].metadata["holds"](value):
+        raise InputError(f"{name} = {value!r} is out of its limits; it must be {FIELDS[name].metadata['rule']}")
     return value
+
+
+def _hint(name: str) -> str:
+    """Returns what may be meant by the name of no field."""
+    last = name.rpartition(".")[2].replace("-", "_")
+    if last in RECIPES:
+        return f"a program of your own has it: docs/recipes/{RECIPES[last]}.md"
+    near = difflib.get_close_matches(last, FIELDS, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else "known are " + ", ".join(FIELDS)
 
 
 # Where the values come from
@@ -389,41 +238,36 @@ def read_tree(path: str) -> Tree:
         raise InputError(f"the config {path} is YAML; give TOML, or JSON in a file that ends in .json")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        tree = json.loads(text) if path.endswith(".json") else _toml(text)
+        tree = json.loads(text) if path.endswith(".json") else _toml_of(text)
     except OSError as error:
         raise InputError(f"cannot read the config {path}: {error.strerror}") from error
     except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
         raise InputError(f"the config {path} does not parse: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        sections = ", ".join(f"[{section}]" for section in SECTIONS)
-        raise InputError(f"the config {path} holds no sections; write them as {sections}")
+        raise InputError(f"the config {path} holds no fields; write them as layers = 4")
     return tree
 
 
-def _toml(text: str) -> Any:
+def _toml_of(text: str) -> Any:
     try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
         raise InputError("Python 3.10 reads TOML with tomli: pip install tomli, or write JSON") from error
-    return toml.loads(text)
+    return reader.loads(text)
 
 
 def assigned(assignments: Iterable[str]) -> Tree:
-    """The tree of `section.field=value` words; a value is read as the field's type wants it.
+    """The tree of `field=value` words; a value is read as the field's type wants it.
 
     Raises:
-        InputError: a word of another form, or a value that does not read as the field's type.
+        InputError: a word of another form, or an unknown field.
     """
-    tree: dict[str, dict[str, Any]] = {}
+    tree = {}
     for word in assignments:
-        where, equals, text = word.partition("=")
-        section, dot, name = where.partition(".")
-        if not (equals and dot):
-            homes = [each for each, fields in SECTIONS.items() if equals and where in get_type_hints(fields)]
-            example = f"did you mean {homes[0]}.{word}?" if homes else "as in optimizer.lr=0.001"
-            raise InputError(f"{word!r} is not an assignment; write section.field=value, {example}")
-        kinds = get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
-        tree.setdefault(section, {})[name] = _literal(text, kinds.get(name, str))  # what is no field `Config.of` says
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise InputError(f"{word!r} is not an assignment; write field=value, as in lr=0.001")
+        tree[name] = _literal(text, TYPES.get(name, str))  # what is no field `Config.of` says
     return tree
 
 
@@ -433,7 +277,7 @@ def _literal(text: str, kind: type) -> Any:
         if kind is bool:
             return {"true": True, "false": False}[text]
         return whole_number(text) if kind is int else kind(text)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         return text
 
 
@@ -446,3 +290,39 @@ def whole_number(text: str) -> int:
         if not number.is_integer():
             raise ValueError(f"{text} is no whole number") from None
         return int(number)
+
+
+# The fields in writing
+
+
+def describe() -> str:
+    """Every field with its default and what it is, for `--help`."""
+    return "\n".join(
+        f"  {f'{name} = {_value(each.default)}':24} {each.metadata['about']}"
+        + (f" ({rule})" if (rule := each.metadata["rule"]) else "")
+        for name, each in FIELDS.items()
+    )
+
+
+def page() -> str:
+    """The table of docs/look_up/config.md, with a row per field."""
+    rows = ["| field | default | meaning | limits |", "|---|---|---|---|"]
+    for name, each in FIELDS.items():
+        mark = "" if name in FREE else " \\*"
+        about, rule = each.metadata["about"], each.metadata["rule"]
+        rows.append(f"| `{name}`{mark} | `{_value(each.default)}` | {about} | {rule} |")
+    return "\n".join(rows) + "\n"
+
+
+def toml(config: Config) -> str:
+    """`config` as TOML that `--config` takes."""
+    return "".join(f"{name} = {_value(value)}\n" for name, value in config.tree().items())
+
+
+def _value(value: object) -> str:
+    # JSON's strings, numbers and bools are TOML's too, but for one character, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+if __name__ == "__main__":  # for whoever has changed a field: what stands between the marks of docs/look_up/config.md
+    print(page(), end="")

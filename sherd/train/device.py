@@ -10,18 +10,18 @@ from sherd.comm.accelerator import accelerator
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 
-__all__ = ["default_ranks", "device_to_plan", "device_type", "ranks_to_plan", "require_ranks"]
+__all__ = ["default_ranks", "device_type", "num_devices_of", "require_ranks"]
 
 
 def device_type(config: Config) -> str:
     """Returns `cpu` or the type of the accelerator. Raises InputError for a device that is not here."""
-    asked, here = config.run.device, accelerator()
+    asked, here = config.device, accelerator()
     if asked == "auto":
         return here or "cpu"
     if asked in ("cpu", here):
         return asked
     available = f"cpu, {here}" if here else "cpu"
-    raise InputError(f"run.device = {asked!r}, but {_why_not(asked)}; available: {available}")
+    raise InputError(f"device = {asked!r}, but {_why_not(asked)}; available: {available}")
 
 
 def _why_not(device: str) -> str:
@@ -33,39 +33,24 @@ def _why_not(device: str) -> str:
 
 def default_ranks(config: Config) -> int:
     """Returns the number of ranks to start where the user names none: two, or one per device, as the mesh allows."""
-    return usual_ranks(config, _num_devices(device_type(config)) or 2)
+    return usual_ranks(config, num_devices_of(device_type(config)) or 2)
 
 
-def ranks_to_plan(config: Config) -> int:
-    """Returns the same number for a run that is only planned, and may be for a device that is not here."""
-    device = device_to_plan(config)
-    return usual_ranks(config, _num_devices(device if device == accelerator() else "cpu") or 2)
-
-
-def device_to_plan(config: Config) -> str:
-    """Returns `cpu` or the type of the accelerator of a run that is only planned, which need not be here."""
-    return (accelerator() or "cpu") if config.run.device == "auto" else config.run.device
-
-
-def _num_devices(device: str) -> int:
+def num_devices_of(device: str) -> int:
+    """Returns the number of accelerators here; 0 for the CPU."""
     return 0 if device == "cpu" else torch.accelerator.device_count()
 
 
 def require_ranks(num_ranks: int, config: Config) -> None:
     """Refuse a number of ranks that the config, or this machine, has no use for."""
-    axes = axes_of(config, num_ranks)
-    config.split(axes.num_data, axes.pp)
+    config.split(axes_of(config, num_ranks).num_data)
     device = device_type(config)
     if device == "cpu":
         return
-    if config.shard.transport in ("gloo", "shared_memory"):
-        raise InputError(
-            f"shard.transport = {config.shard.transport!r} serves CPU ranks; leave it out, or set run.device = 'cpu'"
-        )
-    local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), _num_devices(device)
+    local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_devices_of(device)
     if local > num_devices:
         several = "s" if num_devices > 1 else ""
         raise InputError(
             f"{local} ranks on a machine of {num_devices} {device} device{several}; start one per device, or set "
-            "run.device = 'cpu'"
+            "device = 'cpu'"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
 import statistics
@@ -17,50 +16,44 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from sherd import Muon, clip_grad_norm_, flatten_optimizer
+from sherd import Muon, clip_grad_norm_
 from sherd.optim.muon import left_to_adamw
-from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
-from sherd.train.checkpoint import Saver, load, shapes
-from sherd.train.config import Config, InputError, OptimizerConfig
+from sherd.train.checkpoint import Saver, load
+from sherd.train.config import Config, InputError
 from sherd.train.data import Windows, batch, tokens
-from sherd.train.judging import Score, judge
 from sherd.train.mesh import RankGrid
 from sherd.train.parallel import build
-from sherd.train.passes import Batch, passes
+from sherd.train.passes import Batch, Passes
 from sherd.train.ranks import on_rank_0
-from sherd.train.report import Silent, peak_memory
-from sherd.train.sampling import Draw, continued, readable
-from sherd.train.saved import Best, Checkpoint, place_in
+from sherd.train.report import Report, peak_memory
+from sherd.train.sampling import continued, readable
+from sherd.train.saved import Checkpoint, folder_in
 from sherd.train.text import Corpus
 
-__all__ = ["StepFigures", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
+__all__ = ["StepFigures", "Trainer", "finish", "introduce", "learning_rate", "train"]
 
+FINAL_LR = 0.02  # of the last step, as a share of the peak
+WEIGHT_DECAY = 0.1  # of matrices; vectors, the norms' scales, have none
+BETAS, MOMENTUM = (0.9, 0.99), 0.95
+LARGEST_NORM = 1.0  # of the gradient over all ranks
 PLANNED_AFTER = 20  # steps
 QUICK_WINDOWS = 64  # of an evaluation between steps; the last one takes them all
+SAMPLE, TEMPERATURE = 200, 0.6  # bytes
 
 
-def learning_rate(step: int, num_steps: int, choice: OptimizerConfig) -> float:
-    """The rate of step 0, 1, ..., num_steps - 1: a line up to the peak, then half a cosine down.
+def learning_rate(step: int, config: Config) -> float:
+    """The rate of step 0, 1, ..., steps - 1: a line up to the peak, then half a cosine down.
 
-    While `num_steps` is 0, not yet known, the peak lasts.
+    While `config.steps` is 0, not yet known, the peak lasts.
     """
-    if step < choice.warmup:
-        return choice.lr * (step + 1) / choice.warmup
-    if not num_steps:
-        return choice.lr
-    progress = (step - choice.warmup) / max(1, num_steps - 1 - choice.warmup)
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if not config.steps:
+        return config.lr
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return choice.lr * (choice.final_lr + (1 - choice.final_lr) * cosine)
-
-
-def lzma_bits(text: bytes) -> float | None:
-    """Bits per byte lzma needs for `text` alone, at its highest preset; None where Python has no lzma."""
-    try:
-        import lzma
-    except ImportError:
-        return None
-    return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+    return config.lr * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
 @dataclass(frozen=True)
@@ -79,12 +72,11 @@ class Trainer:
 
     def __init__(self, config: Config, corpus: Corpus, grid: RankGrid) -> None:
         self.config, self.corpus, self.grid = config, corpus, grid
-        self.split = config.split(grid.axes.num_data, grid.axes.pp)
-        self.device = torch.device(grid.device_type)
+        self.micro_batch, self.num_micro_batches = config.split(grid.axes.num_data)
         self.model = build(config, grid)
-        self.passes = passes(self.model, grid, config)
-        self.optimizer = _optimizer_of(self.model, config.optimizer)
-        self.text, self.windows = tokens(corpus.train), Windows(tokens(corpus.held_out), config.data.context)
+        self.passes = Passes(self.model, grid)
+        self.optimizer = optimizer_of(self.model, config)
+        self.text, self.windows = tokens(corpus.train), Windows(tokens(corpus.held_out), config.context)
         self.done = 0
         self.seconds = 0.0  # spent in steps by this process
         self._latest: deque[float] = deque(maxlen=PLANNED_AFTER)  # of them, one by one
@@ -92,7 +84,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the last step is done."""
-        return 0 < self.config.run.steps <= self.done
+        return 0 < self.config.steps <= self.done
 
     @property
     def seconds_per_step(self) -> float:
@@ -105,8 +97,7 @@ class Trainer:
         Raises:
             InputError: there is none, or it is of another model.
         """
-        assert checkpoint.folder is not None, "a run's checkpoints lie in a folder"
-        found = load(checkpoint.folder, checkpoint, self.model, self.optimizer)
+        found = load(checkpoint, self.model, self.optimizer)
         self.done = found.step
         return found
 
@@ -118,133 +109,117 @@ class Trainer:
         Raises:
             InputError: the loss or its gradient is no longer finite.
         """
-        begun, choice, num_steps = time.monotonic(), self.config.optimizer, self.config.run.steps
-        # Dropout draws from the global generator: seeded anew here, it survives a resume without being saved.
-        torch.manual_seed(hash((self.config.run.seed, self.done, dist.get_rank())))
+        begun = time.monotonic()
+        # Dropout draws from the global generator: seeded in each step, it survives a resume without being saved.
+        torch.manual_seed(hash((self.config.seed, self.done, dist.get_rank())))
         self.model.train()
-        loss = self.passes.train(self._micro_batches(), self.split.times)
+        loss = self.passes.train(self._micro_batches(), self.num_micro_batches)
         told = torch.stack([loss, loss.new_tensor(stop), loss.new_tensor(saved)])
         dist.all_reduce(told)  # one message for all, so that all ranks leave the loop after the same step
         nats, num_stops, num_saved = told.tolist()
-        limit = choice.clip or math.inf
-        norm = float(clip_grad_norm_(self.model.parameters(), limit, extra_groups=self.grid.stage_groups))
+        norm = float(clip_grad_norm_(self.model.parameters(), LARGEST_NORM))
         if not math.isfinite(nats + norm):
             # Before the update: what a checkpoint holds stays finite, and can be gone on from.
             raise InputError(
                 f"step {self.done + 1} has a loss of {nats} nats and a gradient of norm {norm}; "
-                "--resume with a lower optimizer.lr"
+                "--resume with a lower lr"
             )
-        rate = learning_rate(self.done, num_steps, choice)
-        self._update(rate)
-        self._latest.append(time.monotonic() - begun)
-        self.seconds += self._latest[-1]
-        if not num_steps and len(self._latest) == PLANNED_AFTER:
-            self._plan()
-        return StepFigures(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
-
-    def _update(self, rate: float) -> None:
+        rate = learning_rate(self.done, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
+        self._latest.append(time.monotonic() - begun)
+        self.seconds += self._latest[-1]
+        if not self.config.steps and len(self._latest) == PLANNED_AFTER:
+            self._plan()
+        return StepFigures(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
 
     def _plan(self) -> None:
-        """Fix the number of steps to what fits into `run.minutes`; rank 0's clock decides for all.
+        """Fix the number of steps to what fits into `minutes`; rank 0's clock decides for all.
 
         From here on no clock has a say, and checkpoints know the number, so a resume repeats the run exactly.
         """
-        left = 60 * self.config.run.minutes - self.seconds
+        left = 60 * self.config.minutes - self.seconds
         steps = on_rank_0(lambda: self.done + max(1, int(left / self.seconds_per_step)))
-        self.config = replace(self.config, run=replace(self.config.run, steps=steps))
+        self.config = replace(self.config, steps=steps)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's samples of the batch that comes next. What the batch is depends on no mesh."""
-        config, size, share = self.config, self.split.micro_batch, self.split.micro_batch * self.split.times
-        first = self.done * config.optimizer.batch + self.grid.data_rank * share
+        config, size = self.config, self.micro_batch
+        share = size * self.num_micro_batches
+        first = self.done * config.batch + self.grid.data_rank * share
         for at in range(first, first + share, size):
-            yield batch(self.text, config.data.context, config.run.seed, at, size)
+            yield batch(self.text, config.context, config.seed, at, size)
 
-    def judge(self, num_windows: int | None = None) -> Score:
-        """The score of the held-out text, or of about `num_windows` windows spread evenly over it."""
-        return judge(self.passes, self.windows, self.split.micro_batch, num_windows)
-
-    def sample(self) -> str:
-        """Text after `run.prompt`. All ranks compute it together: a forward gathers every rank's shards."""
+    def sample(self, length: int = SAMPLE) -> str:
+        """Text of so many bytes. All ranks compute it together: a forward gathers every rank's shards."""
         self.model.eval()
-        run, draw = self.config.run, Draw(self.config.run.temperature, seed=self.config.run.seed)
-        prompt = run.prompt.encode(errors="surrogateescape")
-        tokens = continued(self.passes.logits, prompt, run.sample, self.config.data.context, draw, self.device)
-        return "".join(readable(tokens))
+        config = self.config
+        return "".join(readable(continued(self.passes.logits, config.context, length, b"", TEMPERATURE, config.seed)))
 
-    @property
-    def judged(self) -> str:
-        """A digest of what quick evaluations judge: the scores of two runs that agree in it are comparable."""
-        what = (self.config.data.context, QUICK_WINDOWS, hashlib.sha256(self.corpus.held_out).hexdigest())
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+    def judge(self, num_windows: int | None = None) -> float:
+        """The bits per byte of the held-out text, or of about `num_windows` windows spread evenly over it."""
+        return self.passes.judge(self.windows, self.micro_batch, num_windows) / math.log(2)
 
 
-def _optimizer_of(model: nn.Module, choice: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns the optimizer of the config. It decays matrices, and leaves vectors, the norms' scales, alone."""
-    matrices = {name: each for name, each in model.named_parameters() if each.ndim > 1}
-    vectors = {name: each for name, each in model.named_parameters() if each.ndim <= 1}
-    betas = (choice.beta1, choice.beta2)
-    if choice.name == "adamw":
-        groups = [
-            {"params": list(matrices.values()), "weight_decay": choice.weight_decay},
-            {"params": list(vectors.values()), "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=betas, fused=True)
-        return flatten_optimizer(optimizer) if choice.flatten else optimizer
-    left = left_to_adamw(model)
+def optimizer_of(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Returns the optimizer of the config."""
+    matrices = [(name, each) for name, each in model.named_parameters() if each.ndim > 1]
+    vectors = [(name, each) for name, each in model.named_parameters() if each.ndim <= 1]
+    if config.optimizer == "adamw":
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, BETAS, fused=True)
+    left = left_to_adamw(model)  # by name: whether it is no hidden matrix
     groups = [
-        {"params": [each for each in matrices.items() if not left[each[0]]]},
-        {"params": [each for each in matrices.items() if left[each[0]]], "algorithm": "adamw"},
-        {"params": list(vectors.items()), "algorithm": "adamw", "weight_decay": 0.0},
+        {"params": [(name, each) for name, each in matrices if not left[name]]},
+        {"params": [(name, each) for name, each in matrices if left[name]], "algorithm": "adamw"},
+        {"params": vectors, "algorithm": "adamw", "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     # At this rate a step changes a matrix's elements as much as AdamW's, so one schedule serves both.
     return Muon(
-        groups,
-        lr=choice.lr,
-        weight_decay=choice.weight_decay,
-        momentum=choice.momentum,
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        weight_decay=WEIGHT_DECAY,
+        momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
-        adamw={"betas": betas, "weight_decay": choice.weight_decay},
+        adamw={"betas": BETAS, "weight_decay": WEIGHT_DECAY},
     )
 
 
-def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:
+def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Report) -> None:
     """Say what is about to be trained, on what, and from where."""
-    corpus, config = trainer.corpus, trainer.config
-    num_parameters = sum(math.prod(shape) for shape in shapes(trainer.model).values())
+    corpus, config, axes = trainer.corpus, trainer.config, trainer.grid.axes
+    num_parameters = sum(each.numel() for each in trainer.model.parameters())
     done = resumed.step if resumed else 0
-    report.write("start", step=done, ranks=trainer.grid.axes.num_ranks, config=config.tree(), text=corpus.digest)
-    axes = trainer.grid.axes
-    ranks = f"{axes.num_ranks} rank{'s' if axes.num_ranks > 1 else ''}"
+    report.write("start", step=done, ranks=axes.num_ranks, config=config.tree(), text=corpus.digest)
     mesh = "" if axes == Axes(dp=axes.num_ranks) else f", {axes}"
-    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks}{mesh} on {trainer.device}")
+    device = trainer.passes.device
+    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks_of(trainer)}{mesh} on {device}")
     report.say(
         f"text   {corpus.num_documents:,} documents in {corpus.source}: {len(corpus.train):,} bytes "
         f"to train on, {len(corpus.held_out):,} held out"
     )
-    batch = f"{config.optimizer.batch} x {config.data.context} bytes"
-    steps = f"{config.run.steps:,} steps" if config.run.steps else f"{config.run.minutes:g} minutes of steps"
-    report.say(f"run    {steps} of {batch}, in {out}")
-    for note in config.notes():
-        report.say(f"note   {note}")
+    steps = f"{config.steps:,} steps" if config.steps else f"{config.minutes:g} minutes of steps"
+    report.say(f"run    {steps} of {config.batch} x {config.context} bytes, in {out}")
     for note in resumed.notes if resumed else ():
         report.say(f"note   {note}; passed over")
     for change in resumed.changes(config) if resumed else ():
         report.say(f"note   {change}; losses will differ from those of the run as it was begun")
-    report.begin(done, config.run.steps)
+    report.begin(done, config.steps)
+
+
+def ranks_of(trainer: Trainer) -> str:
+    """Returns the number of ranks in words."""
+    number = trainer.grid.axes.num_ranks
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def train(
-    trainer: Trainer, out: Path, report: Silent, stop: Callable[[], bool] = lambda: False, trace: int | None = None
+    trainer: Trainer, out: Path, report: Report, stop: Callable[[], bool] = lambda: False, trace: int | None = None
 ) -> bool:
-    """Do the steps that are left, saving and judging on the way, and finish. False: stopped before the last.
+    """Do the steps that are left, saving and judging on the way. Returns False if it was stopped before the last.
 
     Step number `trace`, 0 for the third from here, is recorded in `out`.
 
@@ -252,109 +227,87 @@ def train(
         InputError: the loss or its gradient is no longer finite.
         NotSaved: a checkpoint could not be written.
     """
-    place = place_in(out, trainer.config.run.checkpoints)
-    model, optimizer, begun = trainer.model, trainer.optimizer, trainer.done
-    with Saver(place, model, optimizer, trainer.corpus.digest, report, saved=begun) as saver:
+    begun, every = trainer.done, trainer.config.every
+    if trace == 0:
+        trace = min(begun + 3, trainer.config.steps or begun + 3)
+    with Saver(out, trainer.model, trainer.optimizer, trainer.corpus.digest, report, saved=begun) as saver:
         if begun:
             report.say(f"going on after step {begun}")
-            if _due(begun, trainer.config.run.eval_every) and not trainer.finished:
-                _evaluate(trainer, saver, report)  # it was saved, and may have been stopped before it was judged
+            if every and begun % every == 0 and not trainer.finished:
+                evaluate(trainer, report)  # it was saved, and may have been stopped before it was judged
         while not trainer.finished:
-            make = trainer.step
-            if trace is not None and trainer.done + 1 == (
-                trace or min(begun + 3, trainer.config.run.steps or begun + 3)
-            ):
-                make = partial(_recorded, trainer, out, report)
-            before, step = trainer.config, make(stop(), saver.is_written)
-            for note in trainer.config.notes() if trainer.config is not before else ():
-                report.say(f"note   {note}")  # run.minutes is a number of steps now
+            make = partial(recorded, trainer, out, report) if trainer.done + 1 == trace else trainer.step
+            step = make(stop(), saver.is_written)
             if step.saved:
                 saver.settle()
-            _tell(trainer, step, report)
-            if step.stop or _due(trainer.done, trainer.config.run.save_every):
+            tell(trainer, step, report)
+            is_due = bool(every) and trainer.done % every == 0
+            if step.stop or is_due:
                 saver.save(trainer.done, trainer.config)
             if step.stop and not trainer.finished:
                 saver.settle()
                 report.over()
                 report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
                 return False
-            if _due(trainer.done, trainer.config.run.eval_every) and not trainer.finished:
-                _evaluate(trainer, saver, report)
+            if is_due and not trainer.finished:
+                evaluate(trainer, report)
         if saver.saved < trainer.done:
             saver.save(trainer.done, trainer.config)
-        saver.settle()  # whatever comes, nothing of the training is lost
-        _finish(trainer, saver, out, report)
     return True
 
 
-def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> StepFigures:
+def recorded(trainer: Trainer, out: Path, report: Report, stop: bool, saved: bool) -> StepFigures:
     """Make a step, and keep a timeline of it. All ranks record it, or the others would wait for rank 0."""
     from sherd.tools.plan.files import TIMELINE, to_json
     from sherd.tools.plan.tracing import traced
 
     number, path = trainer.done + 1, out / TIMELINE
-    num_ranks = trainer.grid.axes.num_ranks
-    title = f"step {number} of {out.name} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    with traced(trainer.model, trainer.optimizer, title) as trace:
+    with traced(trainer.model, trainer.optimizer, f"step {number} of {out.name} on {ranks_of(trainer)}") as trace:
         step = trainer.step(stop, saved)
     on_rank_0(lambda: path.write_text(to_json(trace.timeline), encoding="utf-8"))
     report.say(f"step {number:>6}  recorded in {path}; sherd report {out} shows it")
     return step
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _evaluate(trainer: Trainer, saver: Saver, report: Silent) -> None:
-    """Judge the model on a part of the held-out text, and keep it if it never was better."""
-    score = trainer.judge(QUICK_WINDOWS)
-    report.write("evaluation", step=trainer.done, bits=score.bits)
-    told = f"{score.nats:.3f} nats, {score.bits:.3f} bits per byte"
-    report.say(f"step {trainer.done:>6}  held-out {told}, about {QUICK_WINDOWS} windows")
-    _keep_if_best(trainer, saver, score)
-
-
-def _keep_if_best(trainer: Trainer, saver: Saver, score: Score) -> None:
-    """Save what no evaluation before was better than, and name it the best."""
-    run = trainer.config.run
-    if run.keep_best and run.save_every:
-        saver.keep_best(Best(trainer.done, score.bits, trainer.judged), trainer.config)
-
-
-def _tell(trainer: Trainer, step: StepFigures, report: Silent) -> None:
-    config, steps = trainer.config, trainer.config.run.steps
-    report.step(
+def tell(trainer: Trainer, step: StepFigures, report: Report) -> None:
+    """Report the figures of a step."""
+    config, seconds = trainer.config, trainer.seconds_per_step
+    report.write(
+        "step",
         step=trainer.done,
-        steps=steps,
+        steps=config.steps,
         loss=step.loss,
         gradient_norm=step.gradient_norm,
         learning_rate=step.learning_rate,
-        tokens_per_second=config.optimizer.batch * config.data.context / trainer.seconds_per_step,
-        peak_bytes=peak_memory(trainer.device),
+        tokens_per_second=config.batch * config.context / seconds,
+        peak_bytes=peak_memory(trainer.passes.device),
         seconds=trainer.seconds,
-        seconds_left=(steps - trainer.done) * trainer.seconds_per_step if steps else None,
+        seconds_left=(config.steps - trainer.done) * seconds if config.steps else None,
     )
 
 
-def _finish(trainer: Trainer, saver: Saver, out: Path, report: Silent) -> None:
-    """Judge the model on all held-out bytes, beside lzma, and let it write."""
-    run, num_bytes = trainer.config.run, trainer.windows.num_bytes
+def evaluate(trainer: Trainer, report: Report) -> None:
+    """Judge the model on a part of the held-out text."""
+    bits = trainer.judge(QUICK_WINDOWS)
+    report.write("evaluation", step=trainer.done, bits=bits)
+    report.say(f"step {trainer.done:>6}  held-out {_in_words(bits)}, about {QUICK_WINDOWS} windows")
+
+
+def _in_words(bits: float) -> str:
+    return f"{bits:.3f} bits per byte ({bits * math.log(2):.3f} nats)"
+
+
+def finish(trainer: Trainer, out: Path, report: Report) -> None:
+    """Judge the model on all held-out bytes, and let it write."""
+    num_bytes = trainer.windows.num_bytes
     report.say(f"judging the model on all {num_bytes:,} held-out bytes ...")
-    # The last step beside the evaluations before it: by as much text as these, or it would not be comparable.
-    _keep_if_best(trainer, saver, trainer.judge(QUICK_WINDOWS))
-    score, packed = trainer.judge(), lzma_bits(trainer.corpus.held_out)
-    report.write("evaluation", step=trainer.done, bits=score.bits, lzma_bits=packed)
-    report.say(f"drawing the sample, {run.sample:,} bytes ...")
+    bits = trainer.judge()
+    report.write("evaluation", step=trainer.done, bits=bits)
+    report.say(f"drawing the sample, {SAMPLE} bytes ...")
     sample = trainer.sample()
+    on_rank_0(lambda: (out / "sample.txt").write_text(sample, encoding="utf-8"))
     report.say(f"\nsample\n------\n{sample}\n------")
-    report.say(f"held-out  {score}, over all {num_bytes:,} bytes")
-    if packed is None:
-        report.say("lzma      is not part of this Python, so there is nothing to compare with")
-    else:
-        report.say(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)")
-    report.finish(sample, packed)
-    folder, best = Folder(saver.place), on_rank_0(saver.best)
-    better = f"; the best by then is {folder.folder_of(best.step)}" if best and best.step != trainer.done else ""
-    report.say(f"model     {folder.folder_of(trainer.done)}{better}")
+    report.say(f"held-out  {_in_words(bits)}, over all {num_bytes:,} bytes")
+    report.say(f"model     {folder_in(out).folder_of(trainer.done)}")
     report.say(f'try       sherd generate {shlex.quote(str(out))} --prompt "def " --tokens 200')
+    report.outcome = "finished"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 from torch import distributed as dist
 
 from sherd.comm.accelerator import backend
-from sherd.comm.failures import said_by_torch
+from sherd.comm.failures import unfinished
 from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
 from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
+TIMEOUT = timedelta(minutes=10)  # by which one rank may be later than another
 
 
-@contextmanager
+@contextlib.contextmanager
 def group() -> Iterator[None]:
     """The default process group. A crash leaves it as it is: waiting for other ranks could take for ever.
 
@@ -44,7 +44,7 @@ def group() -> Iterator[None]:
     take_the_way_to_the_others()
     do_without_numpy()
     try:
-        dist.init_process_group(backend(), timeout=STARTING)
+        dist.init_process_group(backend(), timeout=TIMEOUT)
     except RuntimeError as error:
         raise apart(error) from error
     try:
@@ -111,24 +111,20 @@ def interface_to(host: str) -> str | None:
     """The network interface on the way to `host`; None where that is loopback, or cannot be told (Linux, IPv4)."""
     if sys.platform != "linux":
         return None
+    import fcntl  # not on every platform
+
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 1))  # sends nothing, but decides from which address it would
             own = probe.getsockname()[0]
-            names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(answer[20:24]) == own and not own.startswith("127."):
+                        return name
     except OSError:
-        return None
-    return names[0] if names and not own.startswith("127.") else None
-
-
-def _address_of(interface: str, probe: socket.socket) -> str | None:
-    import fcntl  # not on every platform
-
-    try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except OSError:
-        return None  # it has none
-    return socket.inet_ntoa(answer[20:24])
+        pass
+    return None
 
 
 def apart(error: RuntimeError) -> CommError:
@@ -144,16 +140,9 @@ def apart(error: RuntimeError) -> CommError:
 def lost_touch(error: RuntimeError) -> CommError | None:
     """`error` by its name, if it comes from a collective that could not be finished; None for any other.
 
-    What `fully_shard` sends raises a CommError by itself. This is for what torch sends: norms, sums of losses,
-    checkpoints.
+    What `fully_shard` sends raises a CommError by itself. This is for what torch sends: norms, sums of losses.
     """
     is_of_torch = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
     if isinstance(error, SherdError) or not is_of_torch:
         return None
-    num_ranks = dist.get_world_size()
-    who = f"rank {1 - dist.get_rank()}" if num_ranks == 2 else f"another one of {num_ranks} ranks"
-    return CommError(
-        f"lost touch with {who}: {said_by_torch(error)}. That rank has died, has left, or is late by more than "
-        "run.timeout, or the link to its machine is cut: look for the first error in the logs of all ranks, then start "
-        "the run again with --resume"
-    )
+    return unfinished("a collective of sherd train", range(dist.get_world_size()), error)

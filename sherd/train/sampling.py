@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,62 +11,33 @@ from torch import Tensor
 from sherd.train.data import seeded
 from sherd.train.text import SEPARATOR, VOCABULARY
 
-__all__ = ["Draw", "continued", "readable"]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The choice of the next byte.
-
-    Attributes:
-        temperature: 0 takes the likeliest byte; 1 draws as the model says, more than that more evenly.
-        top_k: only the likeliest `top_k` bytes are drawn from; 0: all.
-        seed, number: decide what is drawn; `number` counts the samples of one seed.
-    """
-
-    temperature: float
-    top_k: int = 0
-    seed: int = 0
-    number: int = 0
-
-    def generator(self) -> torch.Generator:
-        """The source of chance of one sample."""
-        return seeded("sample", self.seed, *([self.number] if self.number else []))
-
-    def next(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The byte after those that gave `logits`, [at least VOCABULARY]."""
-        logits = logits[:VOCABULARY].cpu().double()
-        if not self.temperature:
-            return int(logits.argmax())
-        if self.top_k:
-            least = logits.topk(min(self.top_k, VOCABULARY)).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        # Less the largest, so that a temperature next to 0 divides 0 and not what is no number then.
-        odds = torch.softmax((logits - logits.max()) / self.temperature, dim=0)
-        return int(torch.multinomial(odds, 1, generator=generator))
+__all__ = ["continued", "readable"]
 
 
 @torch.no_grad()
 def continued(
-    logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, context: int, draw: Draw, device: torch.device
+    logits: Callable[[Tensor], Tensor], context: int, length: int, prompt: bytes, temperature: float, seed: int
 ) -> Iterator[int]:
-    """Yields the bytes of `prompt`, then `length` bytes that the model draws after them, as at the start of a document.
+    """Yields the bytes of `prompt`, then those that the model draws after them, as at the start of a document.
 
     Several ranks iterate together, and draw the same bytes.
 
     Args:
         logits: from tokens, int64 [1, n], to [1, n, at least VOCABULARY].
-        prompt: the bytes before those that are drawn.
-        length: how many bytes are drawn.
         context: how many bytes the model reads; earlier ones are left out.
-        draw: how a byte is drawn from logits, and the seed.
-        device: where the tokens of a forward are.
+        length: how many bytes are drawn.
+        prompt: the bytes before those.
+        temperature: 0 takes the likeliest byte; 1 draws as the model says, more than that more evenly.
+        seed: decides what is drawn.
     """
-    generator, tokens = draw.generator(), [*SEPARATOR, *prompt]
+    generator, tokens = seeded("sample", seed), [*SEPARATOR, *prompt]
     yield from prompt
     for _ in range(length):
-        seen = torch.tensor([tokens[-context:]], device=device)
-        tokens.append(draw.next(logits(seen)[0, -1], generator))
+        found = logits(torch.tensor([tokens[-context:]]))[0, -1, :VOCABULARY].cpu().double()
+        # Less the largest, so that a temperature next to 0 divides 0 and not what is no number then.
+        odds = torch.softmax((found - found.max()) / (temperature or 1), dim=0)
+        drawn = torch.multinomial(odds, 1, generator=generator) if temperature else found.argmax()
+        tokens.append(int(drawn))
         yield tokens[-1]
 
 

@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.train.config import Config, DataConfig, InputError
+from sherd.train.config import Config, InputError
 from sherd.train.saved import Checkpoint
 
 __all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "corpus_of", "read_corpus", "read_whole"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
+HELD_OUT = 0.01  # of the text
 NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -41,47 +42,40 @@ class Corpus:
     source: str
 
 
-def read_corpus(data: DataConfig) -> Corpus:
-    """The text at `data.path`: a file, the text files of a folder, or the standard library's sources.
+def read_corpus(path: str, context: int) -> Corpus:
+    """The text at `path`: a file, the text files of a folder, or the standard library's sources if it is empty.
 
     Raises:
         InputError: nothing readable there, or too little for one sample on either side of the cut.
     """
-    source = data.path or sysconfig.get_path("stdlib")
-    documents, row = _row(data)
-    cut = len(row) - int(len(row) * data.held_out)
-    for share, size in (("training", cut), ("held-out", len(row) - cut)):
-        if size <= data.context:
-            raise InputError(
-                f"{source} holds {_count(len(row) - documents, 'byte')} of text in "
-                f"{_count(documents, 'document')}, which leaves {_count(size, f'{share} byte')}; a sample needs "
-                f"{data.context + 1}: give more text, or a smaller data.context"
-            )
-    digest = hashlib.sha256(row).hexdigest()[:16]
-    return Corpus(row[:cut], row[cut:], documents, digest, source)
+    source = path or sysconfig.get_path("stdlib")
+    documents = _ordered(path)
+    row = _row(documents)
+    cut = len(row) - int(len(row) * HELD_OUT)
+    if len(row) - cut <= context:
+        raise InputError(
+            f"{source} holds {len(row) - len(documents):,} bytes of text in {len(documents):,} documents, which leaves "
+            f"{len(row) - cut} held-out bytes; a sample needs {context + 1}: give more text, or a smaller context"
+        )
+    return Corpus(row[:cut], row[cut:], len(documents), hashlib.sha256(row).hexdigest()[:16], source)
 
 
 def read_whole(path: str) -> bytes:
-    """All documents of the text at `path`, none held out.
-
-    Raises:
-        InputError: there is nothing readable.
-    """
-    documents, row = _row(DataConfig(path=path))
+    """All documents of the text at `path`, none held out. Raises InputError if there is nothing readable."""
+    documents = _ordered(path)
     if not documents:
         raise InputError(f"{path} holds no text; give a text file, or a folder of them")
-    return row
+    return _row(documents)
 
 
-def _row(data: DataConfig) -> tuple[int, bytes]:
-    """The number of documents at `data.path`, and all of them in a row."""
-    source = Path(data.path or sysconfig.get_path("stdlib"))
-    documents = sorted(_documents(source, sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())
-    return len(documents), b"".join(SEPARATOR + document for document in documents)
+def _ordered(path: str) -> list[bytes]:
+    """The documents at `path`, or the standard library's sources."""
+    source = Path(path or sysconfig.get_path("stdlib"))
+    return sorted(_documents(source, sources_only=not path), key=lambda document: hashlib.sha256(document).digest())
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _row(documents: list[bytes]) -> bytes:
+    return b"".join(SEPARATOR + document for document in documents)
 
 
 def _documents(path: Path, sources_only: bool) -> Iterator[bytes]:
@@ -119,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def corpus_of(config: Config, resumed: Checkpoint | None) -> Corpus:
     """Returns the text of a run. Raises InputError where it cannot be used, or is not that of the run resumed."""
-    corpus = read_corpus(config.data)
+    corpus = read_corpus(config.data, config.context)
     if resumed:
         resumed.check_text(corpus.digest, corpus.source)
     return corpus

@@ -60,7 +60,7 @@ class MLflow:
             mlflow.start_run(run_id=kept.read_text())
             return
         kept.write_text(mlflow.start_run(run_name=out.name).info.run_id)
-        mlflow.log_params({f"{section}.{name}": value for section, of in config.items() for name, value in of.items()})
+        mlflow.log_params(config)
 
     def __call__(self, scalars: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(scalars, step)

@@ -24,9 +24,9 @@ def load():
     sim.load()
     sim.configure(pause_us=50, races="raise")
 """
-MODEL = ("model.layers=2", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=64", "data.context=32")
-SHORT = ("--steps", "6", "optimizer.batch=8", "optimizer.warmup=2", "run.eval_every=0", "run.save_every=3")
-TRAIN = ("train", "--quiet", "--data", "text.txt", "run.sample=8", *MODEL, *SHORT)
+MODEL = ("layers=2", "width=32", "heads=2", "kv_heads=1", "hidden=64", "context=32")
+SHORT = ("--steps", "6", "batch=8", "warmup=2", "every=3")
+TRAIN = ("train", "--quiet", "--data", "text.txt", *MODEL, *SHORT)
 PARAMETERS = 26_784 * 4  # bytes
 
 
@@ -78,7 +78,7 @@ def machine(loaded, tmp_path_factory):
 def trained(machine):
     """The same run on the device, which is taken unasked with a rank for each, and on the CPU."""
     machine.sherd(*TRAIN, "--out", "device")
-    machine.sherd_on_cpu(*TRAIN, "--out", "cpu", "--nproc", "2", "run.device=cpu")
+    machine.sherd_on_cpu(*TRAIN, "--out", "cpu", "--nproc", "2", "device=cpu")
     return machine.records("device"), machine.records("cpu")
 
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_a_checkpoint_also_from_one_saved_on_a_cpu(machine, t
     again = machine.folder / "again"
     shutil.copytree(machine.folder / "cpu", again)
     shutil.rmtree(again / "checkpoints" / "step-00000006")
-    machine.sherd("train", "--quiet", "--resume", "--out", again, "run.device=sim")
+    machine.sherd("train", "--quiet", "--resume", "--out", again, "device=sim")
     assert list(machine.records(again, "start")) == [0, 3]
     require_same(machine.records(again), trained[1])
 
@@ -117,13 +117,13 @@ def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine)
 
 @pytest.mark.slow
 def test_parameters_that_rest_in_host_memory_have_the_same_losses(machine, trained):
-    machine.sherd(*TRAIN, "--out", "offloaded", "run.device=sim", "shard.offload=true")
+    machine.sherd(*TRAIN, "--out", "offloaded", "device=sim", "offload=true")
     require_same(machine.records("offloaded"), trained[1])
 
 
 def test_what_this_machine_has_no_device_for_is_refused_in_a_line(machine):
     for words, said in (
-        ((*TRAIN, "run.device=cuda"), "run.device = 'cuda', but torch sees no cuda here; available: cpu, sim"),
+        ((*TRAIN, "device=cuda"), "device = 'cuda', but torch sees no cuda here; available: cpu, sim"),
         ((*TRAIN, "--nproc", "4"), "4 ranks on a machine of 2 sim devices; start one per device"),
     ):
         done = machine.sherd(*words, code=2)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sherd.train.config import Config
-from sherd.train.loggers import Loggers
-from sherd.train.report import RunReport
+from sherd.train.loggers import Logger
+from sherd.train.report import Report
 from sherd.train.trackers import MLflow, WeightsAndBiases
 from tests.support.ranks.forked import answer_of, sherd, start
 from tests.train.kills import prepared
@@ -27,7 +27,7 @@ QUIET = {
 def ended(folder, logger, *words, stops=False):
     """The exit code of `sherd train` on two ranks, which is told to stop once it has done a step."""
     here = {**QUIET, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-    words = ["train", "--config", "run.json", "--out", "run", "--resume-or-start", f"run.logger={logger}", *words]
+    words = ["train", "--config", "run.json", "--out", "run", "--resume-or-start", f"logger={logger}", *words]
     metrics = folder / "run/metrics.jsonl"
     process = start(sherd, words, here, folder=folder, output=folder / "said")
     while stops and process.exitcode is None and not (metrics.exists() and '"event": "step"' in metrics.read_text()):
@@ -42,7 +42,7 @@ def stopped_gone_on_and_failed(folder, logger):
     """The losses that metrics.jsonl has after each of three starts of a run: of these steps, in their order."""
     prepared(folder)
     losses = []
-    for code, stops, words in ((143, True, ["--steps", "100000"]), (0, False, []), (2, False, ["optimizer.lr=1e30"])):
+    for code, stops, words in ((143, True, ["--steps", "100000"]), (0, False, []), (2, False, ["lr=1e30"])):
         steps = [] if stops else ["--steps", str(losses[-1][-1][0] + 2 if losses else 0)]
         found, said = ended(folder, logger, *words, *steps, stops=stops)
         assert found == code, said
@@ -64,7 +64,7 @@ def test_wandb_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_pa
     assert len({run["id"] for run in runs}) == 1
     for run in runs:
         assert run["name"] == "run"
-        assert json.loads(run["config"]["run"])["save_every"] == 2
+        assert json.loads(run["config"]["every"]) == 2
 
 
 def logged(file):
@@ -99,7 +99,7 @@ def test_mlflow_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_p
     losses = stopped_gone_on_and_failed(tmp_path / "x", "mlflow")
     (run,) = answer_of(kept, str(tmp_path / "x"))
     assert run["losses"] == [each for start in losses for each in start]
-    assert (run["name"], run["status"], run["params"]["run.save_every"]) == ("run", "FAILED", "2")
+    assert (run["name"], run["status"], run["params"]["every"]) == ("run", "FAILED", "2")
 
 
 def told_of_each_end(folder, kind):
@@ -107,7 +107,7 @@ def told_of_each_end(folder, kind):
     os.environ.update({**QUIET, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"})
     found = []
     for step, outcome in enumerate(("finished", "stopped", "failed")):
-        log = kind(Path(folder), {"run": {"save_every": 2}})
+        log = kind(Path(folder), {"every": 2})
         log({"loss": 2.0 + step}, step)
         log.end(outcome)
         found += kept(folder) if kind is MLflow else []
@@ -119,7 +119,7 @@ def test_mlflow_goes_on_in_one_run_and_has_the_status_of_each_end(tmp_path):
     runs = answer_of(told_of_each_end, str(tmp_path), MLflow)
     assert [run["status"] for run in runs] == ["FINISHED", "KILLED", "FAILED"]
     assert runs[-1]["losses"] == [(0, 2.0), (1, 3.0), (2, 4.0)]
-    assert {run["params"]["run.save_every"] for run in runs} == {"2"}
+    assert {run["params"]["every"] for run in runs} == {"2"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -151,10 +151,10 @@ def kept(folder):
 def test_tensorboard_reads_what_a_run_has_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = Config.of({"run": {"tensorboard": True}})
-    with RunReport(tmp_path, Loggers(config, tmp_path), quiet=True) as report:
+    config = Config(logger="tensorboard")
+    with Report(tmp_path, Logger(config, tmp_path), quiet=True) as report:
         for step in (3, 4):
-            report.step(**{**RECORD, "step": step})
+            report.write("step", **{**RECORD, "step": step})
         report.write("evaluation", step=4, bits=2.0)
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()

@@ -24,14 +24,23 @@ from tests.support.ranks.forked import torchrun
 from tests.support.versions import set_group_timeout
 from tests.train.test_loop import TREE, plain_losses
 
-TIMEOUT_S = 8  # run.timeout: silence for so long is the end
+TIMEOUT_S = 8  # silence for so long is the end
+
+
+def impatient(words, environment):
+    """torchrun, whose ranks wait for one another for TIMEOUT_S once all are there."""
+    from sherd.train import rank
+
+    grid_of = rank.grid_of
+    rank.grid_of = lambda config: (set_group_timeout(timedelta(seconds=TIMEOUT_S)), grid_of(config))[1]
+    torchrun(words, environment)
 
 
 def started(hosts, calls, folder, **environment):
     """A torchrun on each host, as an example starts it; what host h says goes to folder / h."""
     folder.mkdir()
     return [
-        hosts.start(host, torchrun, words, environment, output=folder / str(host))
+        hosts.start(host, impatient, words, environment, output=folder / str(host))
         for host, (_, *words) in enumerate(calls)
     ]
 
@@ -58,12 +67,7 @@ def losses(out):
 def test_a_run_whose_link_is_cut_ends_by_name_and_the_same_command_goes_on_from_the_checkpoint(hosts, tmp_path):
     """Started as Slurm's example does, and again as that of Kubernetes does."""
     (tmp_path / "text.txt").write_text("the quick brown foxes jump over the lazy dog. " * 100)
-    tree = {
-        "model": TREE["model"],
-        "data": {**TREE["data"], "path": str(tmp_path / "text.txt")},
-        "optimizer": {**TREE["optimizer"], "batch": 4},
-        "run": {"steps": 80, "eval_every": 0, "save_every": 4, "sample": 2, "timeout": float(TIMEOUT_S)},
-    }
+    tree = {**TREE, "data": str(tmp_path / "text.txt"), "batch": 4, "steps": 80, "every": 4}
     config, out = tmp_path / "run.json", tmp_path / "out"
     config.write_text(json.dumps(tree))
     chosen = {"RANKS_PER_MACHINE": "1", "CONFIG": str(config), "OUT": str(out)}
@@ -87,13 +91,11 @@ def test_a_run_whose_link_is_cut_ends_by_name_and_the_same_command_goes_on_from_
     assert 7 <= max(first) < 80
 
     hosts.mend()
-    tree["run"]["timeout"] = float(PATIENCE_S)
-    config.write_text(json.dumps(tree))
     calls = kubernetes(tmp_path / "kubernetes", MASTER_ADDR=ADDRESSES[0], **chosen)
     assert ended(started(hosts, calls, tmp_path / "again"), PATIENCE_S) == [0, 0]
     went_on = re.search(r"going on after step (\d+)", (tmp_path / "again" / "0").read_text())
     # A checkpoint may be whole when the link is cut, and not yet reported.
-    assert int(went_on[1]) in {step for step in first if step % tree["run"]["save_every"] == 0}
+    assert int(went_on[1]) in {step for step in first if step % tree["every"] == 0}
 
     never_cut = dict(enumerate(plain_losses(Config.of(tree)), 1))
     assert losses(out) == pytest.approx(never_cut, rel=1e-4)

@@ -11,7 +11,6 @@ from sherd.errors import CommError
 from sherd.train import rank as ranks
 from sherd.train.config import InputError
 from sherd.train.ranks import apart, lost_touch, take_the_way_to_the_others, together
-from sherd.train.saved import newest
 from tests.support.versions import set_group_timeout
 from tests.train.test_checkpoint import break_it, put
 
@@ -20,7 +19,7 @@ from tests.train.test_checkpoint import break_it, put
 
 def begun(*words):
     """The step that the command goes on from; None if it starts."""
-    _, resumed = configure(parse(["train", *words]))
+    resumed = configure(parse(["train", *words])).resumed
     return resumed and resumed.step
 
 
@@ -50,31 +49,29 @@ def test_resume_or_start_needs_a_folder_starts_where_no_save_has_ended_and_else_
 
 def told_by(action):
     try:
-        together(action)
+        action()
     except InputError as error:
         return str(error)
 
 
-def on_ranks(shared, folders, steps, tmp_path):
+def on_ranks(shared, folders, tmp_path):
     rank = dist.get_rank()
-    checkpoint = newest(put(tmp_path / str(steps[rank]), steps[rank]).parent.parent) if steps[rank] else None
     (tmp_path / folders[rank]).mkdir(exist_ok=True)
     return [
-        told_by(lambda: ranks._seen_by_all(tmp_path / shared)),
-        told_by(lambda: ranks._seen_by_all(tmp_path / folders[rank])),
-        told_by(lambda: ranks._same_start(checkpoint)),
+        told_by(lambda: ranks._require_seen(tmp_path / shared)),
+        told_by(lambda: ranks._require_seen(tmp_path / folders[rank])),
+        told_by(lambda: together(lambda: ranks._require_alike("a text", "ab"[rank], "give all the same"))),
     ]
 
 
-def test_a_folder_that_machines_do_not_share_is_refused_by_all_ranks(world, tmp_path):
+def test_a_folder_or_text_that_machines_do_not_share_is_refused_by_all_ranks(world, tmp_path):
     (tmp_path / "shared").mkdir()
-    found = world(2).run(on_ranks, "shared", ["here", "there"], [4, 0], tmp_path)
+    found = world(2).run(on_ranks, "shared", ["here", "there"], tmp_path)
     assert found[0] == found[1]
     fine, unseen, unlike = found[0]
     assert fine is None
-    assert unseen.startswith("rank 1 does not see what rank 0 has written to")
-    assert unseen.endswith("--out must be one folder that all machines share")
-    assert unlike.startswith("rank 1 would go on after step 0, but rank 0 after step 4; --out must be one folder")
+    assert unseen == "rank 1 does not see the folder of rank 0; --out must be one folder that all machines share"
+    assert unlike == "rank 1 has a text b, but rank 0 a; give all the same"
     assert [list((tmp_path / name).iterdir()) for name in ("shared", "here", "there")] == [[], [], []]
 
 
@@ -123,7 +120,7 @@ def test_what_torchs_own_collectives_raise_is_named_and_other_errors_are_left_al
     processes = world(2)
     for rank, (kind, said, others) in enumerate(processes.run(lost)):
         assert kind == "CommError"
-        assert said.startswith(f"[rank {rank}] lost touch with rank {1 - rank}: ")
-        assert "--resume" in said
+        assert said.startswith(f"[rank {rank}] a collective of sherd train among ranks [0, 1] failed on rank {rank} with rank {1 - rank}")
+        assert "start them again from the last checkpoint" in said
         assert others == [None, None]
     processes.stop()  # their group is of no more use

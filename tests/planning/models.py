@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sherd.train.config import ModelConfig
+from sherd.train.config import Config
 from sherd.train.models import Decoder
 
 VOCABULARY = 256
@@ -35,7 +35,7 @@ def sum_of_all(model, batch):
 
 
 def decoder(**fields):
-    model = ModelConfig(**{"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False, **fields})
+    model = Config(**{"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False, **fields})
     return Decoder(model), tokens()
 
 

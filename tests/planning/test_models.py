@@ -81,27 +81,18 @@ def test_a_hugging_face_config_makes_a_causal_lm_with_float32_parameters_and_dow
 
 
 def test_a_config_of_sherd_train_makes_its_model_with_the_parameters_that_are_stepped(written):
-    tree = {"model": {"layers": 2, "width": 64, "hidden": 96}, "data": {"context": 48}, "run": {"precision": "bf16"}}
+    tree = {"layers": 2, "width": 64, "hidden": 96, "context": 48, "precision": "bf16"}
     planned = model_from(written("train.json", tree))
-    assert (planned.context, planned.config.model.layers) == (48, 2)
+    assert (planned.context, planned.config.layers) == (48, 2)
     assert {each.dtype for each in planned.model.parameters()} == {torch.float32}
-    as_toml = "[model]\nlayers = 2\nwidth = 64\nhidden = 96\n[data]\ncontext = 48\n"
-    again = model_from(written("train.toml", f'{as_toml}[run]\nprecision = "bf16"\n'))
+    as_toml = "layers = 2\nwidth = 64\nhidden = 96\ncontext = 48\n"
+    again = model_from(written("train.toml", f'{as_toml}precision = "bf16"\n'))
     assert work_of(again) == work_of(planned)
-
-
-def test_experts_have_equal_shares(written):
-    def read(experts, top_k, hidden):
-        tree = {"layers": 1, "width": 64, "hidden": hidden, "experts": experts, "top_k": top_k}
-        return work_of(model_from(written("train.json", {"model": tree})), 3, 5)
-
-    # Of each of 15 tokens and 2 experts: three matrices, forward and twice backward.
-    assert read(5, 2, 96).flops - read(5, 2, 64).flops == 2 * 3 * 3 * 15 * 2 * 64 * 32
 
 
 def test_hugging_face_configs_of_sherd_train(written):
     path = written("config.json", LLAMA)
-    planned = model_from(written("train.json", {"model": {"hf": path}, "data": {"context": 64}}))
+    planned = model_from(written("train.json", {"hf": path, "context": 64}))
     assert work_of(planned).flops == work_of(model_from(path)).flops
 
 
@@ -135,7 +126,7 @@ WRONG_NAMES = {
 NO_NUMBER = "expected a whole number from 1 on$"
 NO_CONFIG = "is no config of transformers: "
 WRONG_CONFIGS = [
-    ({"hidden_size": 64}, "has neither a model_type, as Hugging Face configs have, nor sections of sherd train"),
+    ({"hidden_size": 64}, "has neither a model_type, as Hugging Face configs have, nor fields of sherd train"),
     ({"model_type": "sherd-own"}, f"{NO_CONFIG}.*sherd-own"),
     ({"model_type": "t5"}, "makes no causal LM: .*T5Config"),
     ({**LLAMA, "num_hidden_layers": -1}, rf"wrong\.json: num_hidden_layers = -1; {NO_NUMBER}"),
@@ -149,9 +140,8 @@ WRONG_CONFIGS = [
     ({**LLAMA, "num_attention_heads": 5}, rf"{NO_CONFIG}.*: The hidden size \(64\) is not a multiple of .* \(5\)"),
     ({**LLAMA, "hidden_act": "none"}, "makes no causal LM: KeyError: 'none'$"),
     ("{", "does not parse"),
-    ([1], "holds no sections"),
-    ({"modle": {}, "run": {}}, "unknown section modle; did you mean model"),
-    ({"model": {"layer": 3}}, "unknown field model.layer; did you mean model.layers"),
+    ([1], "holds no fields"),
+    ({"layer": 3, "width": 64}, "unknown field layer; did you mean layers"),
 ]
 
 

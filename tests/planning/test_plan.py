@@ -21,7 +21,7 @@ from sherd.tools.plan.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlann
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
-from sherd.train.config import InputError, ModelConfig
+from sherd.train.config import Config, InputError
 from sherd.train.models import Decoder
 from tests.planning.models import FIXED, Calls, next_token
 from tests.support.meshes import mesh_of
@@ -32,7 +32,7 @@ ENGINE = {kind.value for kind in MemoryKind} - {MemoryKind.OPTIMIZER.value}
 
 def decoder(layers=6, width=256):
     with torch.device("meta"):
-        return Decoder(ModelConfig(layers=layers, width=width, heads=4, kv_heads=4, hidden=2 * width, tied=False))
+        return Decoder(Config(layers=layers, width=width, heads=4, kv_heads=4, hidden=2 * width, tied=False))
 
 
 def tokens(samples=2, length=64):

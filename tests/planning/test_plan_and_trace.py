@@ -21,13 +21,13 @@ from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.timeline import Lane
-from sherd.train.config import ModelConfig
+from sherd.train.config import Config
 from sherd.train.models import Decoder
 from tests.planning.played import engine, most, settled
 from tests.support.meshes import mesh_of
 
-DECODER = ModelConfig(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
-LARGE = ModelConfig(
+DECODER = Config(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
+LARGE = Config(
     layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False
 )  # with weights in groups of their own
 SAMPLES, LENGTH = 4, 64

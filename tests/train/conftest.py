@@ -11,7 +11,6 @@ import pytest
 
 from sherd.cli import main as cli
 from sherd.train import launch
-from sherd.train.folder import HELD
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder that the test is in, away from any run, with a text of some kilobytes; the test is no rank."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "LOCAL_RANK", HELD):
+    for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
     return tmp_path
@@ -46,7 +45,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     """What would have been started: (number of ranks, words)."""
     calls: list[tuple[int, list[str]]] = []
-    monkeypatch.setattr(launch, "start", lambda num_ranks, module, words, *rest: calls.append((num_ranks, words)) or 0)
+    monkeypatch.setattr(launch, "start", lambda num_ranks, words, *rest: calls.append((num_ranks, words)) or 0)
     return calls
 
 

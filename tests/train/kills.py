@@ -10,7 +10,6 @@ in `require`.
 import argparse
 import collections
 import contextlib
-import fcntl
 import json
 import os
 import random
@@ -28,8 +27,6 @@ from typing import Any
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from sherd.train.codes import NOT_SAVED, STOPPED
-from sherd.train.folder import LOCK
-from sherd.train.report import records as read_records
 from tests.support.ranks.forked import sherd, start
 from tests.train.test_loop import TREE
 
@@ -70,6 +67,7 @@ class Run:
         self.out, self.said = folder / "run", folder / name
         words = ["train", "--config", str(folder / "run.json"), "--out", str(self.out), "--resume-or-start"]
         self.begun = time.monotonic()
+        self._seen: set[int] = set()  # of its ranks
         self.process: Any = start(sherd, words, ENVIRONMENT, folder=folder, output=self.said)
 
     @property
@@ -84,13 +82,18 @@ class Run:
                 _, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
                 if int(parent) == self.process.pid and session == stat.parent.name:
                     found.append(int(stat.parent.name))
+        self._seen |= {*found}
         return sorted(found)
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """What metrics.jsonl has of that event; a line cut off by a kill is passed over."""
         metrics = self.out / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        return [record for record in read_records(lines) if record["event"] == event]
+        found = []
+        for line in metrics.read_text().splitlines() if metrics.exists() else []:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                found += [record] if record["event"] == event else []
+        return found
 
     def words(self, suffix: str = "") -> str:
         """What it printed; with `.err`, to stderr. Nothing, if it was killed before it could."""
@@ -105,15 +108,8 @@ class Run:
             time.sleep(0.002)
 
     def gone(self) -> bool:
-        """Whether none of its processes is left: all of them hold the folder's lock."""
-        if not (self.out / LOCK).exists():
-            return True
-        with open(self.out / LOCK) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
+        """Whether none of its processes is left."""
+        return not any(Path(f"/proc/{pid}").exists() for pid in self._seen)
 
     def end(self) -> int:
         """Its exit code, once all processes are gone."""
@@ -177,9 +173,8 @@ def prepared(folder: Path) -> None:
     """The run's config and text."""
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("the quick brown foxes jump over the lazy dog. " * 100)
-    tree = {**TREE, "data": {**TREE["data"], "path": str(folder / "text.txt")}}
-    tree["optimizer"] = {**TREE["optimizer"], "batch": 4}
-    tree["run"] = {"steps": STEPS, "save_every": SAVE_EVERY, "eval_every": 0, "keep": 9, "sample": 40, "device": "cpu"}
+    text = str(folder / "text.txt")
+    tree = {**TREE, "data": text, "batch": 4, "steps": STEPS, "every": SAVE_EVERY, "device": "cpu"}
     (folder / "run.json").write_text(json.dumps(tree))
 
 

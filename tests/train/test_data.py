@@ -3,11 +3,13 @@
 import itertools
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from sherd.train.config import DataConfig, InputError
+from sherd.train import text
+from sherd.train.config import InputError
 from sherd.train.data import Windows, batch, seeded
 from sherd.train.text import read_corpus
 from tests.support.refusals import one_line
@@ -23,8 +25,9 @@ def write(folder, **files):
     return str(folder)
 
 
-def read(path, **fields):
-    return read_corpus(DataConfig(path=str(path), **{"context": 4, "held_out": 0.25, **fields}))
+def read(path, held_out=0.25):
+    with mock.patch.object(text, "HELD_OUT", held_out):
+        return read_corpus(str(path), context=4)
 
 
 def content(corpus):
@@ -65,7 +68,7 @@ def test_by_default_the_standard_library_is_read_without_tests_and_installed_pac
 
 
 def test_the_standard_library_of_this_python_is_enough_to_train_on():
-    corpus = read_corpus(DataConfig())
+    corpus = read_corpus("", context=128)
     assert corpus.num_documents > 300
     assert b"\0" + Path(os.__file__).read_bytes() in content(corpus)
 
@@ -75,9 +78,9 @@ def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path):
         (
             ({}, "absent", "absent: No such file"),
             ({}, "", "holds 0 bytes of text in 0 documents"),
-            ({"empty": ""}, "empty", "holds 0 bytes of text in 0 documents, which leaves 0 training bytes"),
-            ({"one": "x"}, "one", "holds 1 byte of text in 1 document, which leaves 2 training bytes"),
-            ({"short": "abc"}, "short", "a sample needs 5: give more text, or a smaller data.context"),
+            ({"empty": ""}, "empty", "holds 0 bytes of text in 0 documents, which leaves 0 held-out bytes"),
+            ({"one": "x"}, "one", "holds 1 bytes of text in 1 documents, which leaves 0 held-out bytes"),
+            ({"short": "abc"}, "short", "a sample needs 5: give more text, or a smaller context"),
             ({"text": "x" * 12}, "text", "leaves 3 held-out bytes"),
             ({"binary": b"a\0b"}, "binary", "holds NUL bytes, so it is no text"),
         )

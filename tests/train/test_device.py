@@ -7,7 +7,8 @@ import torch.distributed as dist
 from sherd.comm.accelerator import accelerator, backend, backend_for
 from sherd.train import rank
 from sherd.train.config import Config, InputError
-from sherd.train.device import default_ranks, device_type, ranks_to_plan, require_ranks
+from sherd.cli.dry_run import ranks_to_plan
+from sherd.train.device import default_ranks, device_type, require_ranks
 from sherd.train.report import peak_memory
 from tests.support.refusals import refusal
 
@@ -44,8 +45,8 @@ def registered(monkeypatch):
     monkeypatch.setitem(dist.Backend.backend_capability, "occl", ["other"])
 
 
-def on(device="auto", **shard):
-    return Config.of({"run": {"device": device}, "shard": shard})
+def on(device="auto"):
+    return Config(device=device)
 
 
 def test_the_accelerator_is_taken_with_torchs_backend_for_it(machine):
@@ -62,7 +63,7 @@ def test_a_device_and_a_backend_from_outside_torch_are_taken_alike(machine):
     assert device_type(on()) == device_type(on("other")) == "other"
     assert backend() == "cpu:gloo,other:occl"
     assert default_ranks(on()) == 3
-    sees = "run.device = 'cuda', but torch sees no cuda here; available: cpu, other"
+    sees = "device = 'cuda', but torch sees no cuda here; available: cpu, other"
     assert refusal(InputError, device_type, on("cuda")) == sees
 
 
@@ -92,21 +93,20 @@ def test_what_torch_says_of_mps_still_needs_the_second_question():
 def test_a_device_that_is_not_here_or_that_no_collective_reaches_is_refused_with_what_is(machine):
     machine()
     for device in ("cuda", "npu", "tpu", "meta"):
-        sees = f"run.device = {device!r}, but torch sees no {device} here; available: cpu"
+        sees = f"device = {device!r}, but torch sees no {device} here; available: cpu"
         assert refusal(InputError, device_type, on(device)) == sees
     machine("mps", 1)
-    has = "run.device = 'mps', but torch has no backend of process groups that reaches mps; available: cpu"
+    has = "device = 'mps', but torch has no backend of process groups that reaches mps; available: cpu"
     assert refusal(InputError, device_type, on("mps")) == has
 
 
-def test_ranks_have_a_device_each_and_no_transport_of_cpus(machine, monkeypatch):
+def test_ranks_have_a_device_each(machine, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     machine("xpu", 2)
     require_ranks(2, on("xpu"))
     require_ranks(4, on("cpu"))
-    too_many = "4 ranks on a machine of 2 xpu devices; start one per device, or set run.device = 'cpu'"
+    too_many = "4 ranks on a machine of 2 xpu devices; start one per device, or set device = 'cpu'"
     assert refusal(InputError, require_ranks, 4, on("xpu")) == too_many
-    assert "'gloo' serves CPU ranks" in refusal(InputError, require_ranks, 2, on("xpu", transport="gloo"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     require_ranks(4, on("xpu"))  # on two machines
 
@@ -125,12 +125,12 @@ def test_a_rank_takes_the_device_of_its_number_on_its_machine(machine, monkeypat
 
 def test_a_command_for_a_device_that_is_not_here_starts_nothing(machine, refused, elsewhere):
     machine()
-    words = ("train", "--data", "text.txt", "run.device=tpu")
+    words = ("train", "--data", "text.txt", "device=tpu")
     for more in ([], ["--nproc", "2"]):
-        sees = "sherd train: run.device = 'tpu', but torch sees no tpu here; available: cpu\n"
+        sees = "sherd train: device = 'tpu', but torch sees no tpu here; available: cpu\n"
         assert refused(*words, *more) == sees
-    said = refused(*words[:3], "run.device=cuda:1")
-    assert "run.device = 'cuda:1' is out of its limits; it must be a type" in said
+    said = refused(*words[:3], "device=cuda:1")
+    assert "device = 'cuda:1' is out of its limits; it must be a type" in said
     assert [path.name for path in elsewhere.iterdir()] == ["text.txt"]
 
 

@@ -1,7 +1,7 @@
 """One run at a time has a folder, the right one is resumed, and nothing is left that nobody can go on from."""
 
+import contextlib
 import errno
-import json
 import multiprocessing
 import os
 from pathlib import Path
@@ -11,67 +11,35 @@ import pytest
 import sherd
 from sherd.errors import StorageError
 from sherd.train import folder
-from sherd.train.config import Config, InputError
-from sherd.train.folder import HELD, claim, is_free, last_run, sweep
-from sherd.train.saved import NoCheckpoint, newest
-from sherd.train.text import read_corpus
+from sherd.train.config import InputError
+from sherd.train.folder import claimed, drop_if_empty, is_free, last_run, sweep
+from sherd.train.saved import NoCheckpoint
 from tests.support.commands import refusal
-from tests.train.test_checkpoint import DATA, break_it, names, put
+from tests.train.test_checkpoint import DATA, break_it, names, newest, put
 
 forks = multiprocessing.get_context("fork")
-
-
-def of(out):
-    return Config.of({"run": {"out": str(out)}})
-
-
-def hold(out, held, done):
-    claim(of(out))
-    held.set()
-    done.wait()
-
-
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-@pytest.fixture
-def other(elsewhere):
-    """Another process, which writes into `run`."""
-    held, done = forks.Event(), forks.Event()
-    process = forks.Process(target=hold, args=("run", held, done))
-    process.start()
-    assert held.wait(60)
-    yield process
-    process.kill()
-    process.join()
+@contextlib.contextmanager
+def claim(named):
+    """The run's folder, locked, and whether it is new."""
+    with contextlib.ExitStack() as held:
+        yield claimed(str(named), held)
 
 
-def test_a_folder_in_use_is_refused_with_who_uses_it_until_that_process_ends(other, refused):
-    with pytest.raises(InputError, match=rf"^run is in use by process {other.pid} on \S+ since 2.*--out$"):
-        claim(of("run"))
-    config = Config.of({"data": {"path": "text.txt"}})
-    put(Path("run"), 3, config=config.tree(), text=read_corpus(config.data).digest)
-    said = refused("train", "--out", "run", "--resume", "--nproc", "2", "run.device=cpu")
-    assert said.startswith(f"sherd train: run is in use by process {other.pid} on ")
-    other.kill()
-    other.join()
-    with claim(of("run")) as found:
-        assert not found.made
-
-
-def test_a_rank_has_the_lock_of_its_launcher_and_its_own_number_in_it(monkeypatch):
-    with claim(of("run")) as launchers:
-        monkeypatch.setenv(HELD, str(launchers.lock))
-        assert claim(of("run")).lock == launchers.lock
-        assert json.loads(Path("run/.lock").read_text())["process"] == os.getpid()
-        monkeypatch.delenv(HELD)
-        with pytest.raises(InputError, match="in use"):
-            claim(of("run"))
+def test_a_folder_in_use_is_refused_until_its_run_ends():
+    with claim("run") as (out, is_new):
+        assert (out, is_new) == (Path("run"), True)
+        with pytest.raises(InputError, match=r"^run is in use by another run; wait for its end, or choose another"):
+            claimed("run", contextlib.ExitStack())
+    with claim("run") as (out, is_new):
+        assert not is_new
 
 
 def number(barrier, numbers):
     barrier.wait()
-    numbers.put(claim(Config()).path.name)
+    numbers.put(claimed("", contextlib.ExitStack())[0].name)
     barrier.wait()
 
 
@@ -85,31 +53,10 @@ def test_three_starts_at_once_have_three_folders(tmp_path):
         start.join()
 
 
-def test_a_folder_removed_by_its_holder_meanwhile_is_made_anew(monkeypatch):
-    """Both have opened the lock file; one holds it, and removes the folder."""
-    real, first = folder.fcntl.flock, claim(Config())
-
-    def slow(lock, how):
-        monkeypatch.setattr(folder.fcntl, "flock", real)
-        first.drop_if_empty()
-        first.close()
-        return real(lock, how)
-
-    monkeypatch.setattr(folder.fcntl, "flock", slow)
-    second = claim(of("runs/1"))
-    assert Path("runs/1/.lock").exists()
-    with pytest.raises(InputError, match="in use"):
-        claim(of("runs/1"))
-    second.close()
-
-
-def test_where_a_file_system_has_no_flock_runs_go_on_without(monkeypatch):
-    def refuses(lock, how):
-        raise OSError(folder.errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(folder.fcntl, "flock", refuses)
-    with claim(of("run")) as found:
-        assert found.path == Path("run")
+def test_a_folder_that_cannot_be_written_is_refused():
+    Path("file").touch()
+    with pytest.raises(InputError, match="cannot write to file/run: File exists; choose another --out"):
+        claimed("file/run", contextlib.ExitStack())
 
 
 # What a start leaves
@@ -119,46 +66,30 @@ def start_left(out):
     part = out / "checkpoints" / "step-00000002" / f"{DATA}.1b.part"
     part.parent.mkdir(parents=True)
     part.touch()
-    (out / "checkpoints" / ".lock").touch()
     (out / ".lock").touch()
     (out / ".seen-12").touch()
-    (out / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n')
 
 
-def test_a_folder_with_only_what_a_killed_start_left_is_free_and_one_with_a_step_or_a_file_is_not(tmp_path):
+def test_a_folder_with_only_what_a_killed_start_left_is_free_and_one_with_a_file_is_not(tmp_path):
     assert is_free(tmp_path / "absent")
-    start_left(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    for name in (".lock", ".seen-12"):
+        (tmp_path / "run" / name).touch()
     assert is_free(tmp_path / "run")
     (tmp_path / "run" / "notes.txt").touch()
-    assert not is_free(tmp_path / "run")
-    (tmp_path / "run" / "notes.txt").unlink()
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"event": "step", "step": 1}\n')
     assert not is_free(tmp_path / "run")
     put(tmp_path / "other", 3)
     assert not is_free(tmp_path / "other")
 
 
-def test_a_new_run_drops_the_numbered_folders_that_killed_starts_left_and_no_others():
-    put(Path("runs/1"), 3)
-    start_left(Path("runs/2"))
-    Path("runs/3").mkdir()  # not ours: it has no lock
-    with claim(of("runs/4")), claim(Config()) as found:
-        assert found.path == Path("runs/5")
-        assert sorted(path.name for path in Path("runs").iterdir()) == ["1", "3", "4", "5"]
-
-
-def test_a_run_that_was_stopped_in_its_start_drops_its_folder_unless_it_was_there_or_holds_anything():
-    for made_before, kept in ((False, False), (True, True)):
-        if made_before:
-            Path("run").mkdir()
-        with claim(of("run")) as found:
-            found.drop_if_empty()
-        assert Path("run").exists() == kept
-    with claim(Config()) as found:
-        put(found.path, 2)
-        found.drop_if_empty()
-    assert newest(Path("runs/1")).manifest.step == 2
+def test_a_run_that_was_stopped_in_its_start_drops_its_folder_unless_it_holds_anything():
+    with claim("run") as (out, _):
+        drop_if_empty(out)
+    assert not Path("run").exists()
+    with claim("") as (out, _):
+        put(out, 2)
+        drop_if_empty(out)
+    assert newest(Path("runs/1")).step == 2
 
 
 def test_resuming_takes_the_newest_run_that_has_a_checkpoint_and_where_none_has_that_is_said():
@@ -194,10 +125,10 @@ def test_what_was_never_finished_is_swept_and_what_is_damaged_once_a_whole_one_o
 
 
 def test_a_run_that_leaves_nothing_leaves_no_folder_of_runs(capsys):
-    with claim(Config()) as left:
-        left.drop_if_empty()
+    with claim("") as (out, _):
+        drop_if_empty(out)
     assert not Path("runs").exists()
-    assert "model.hf = 'absent.json' is no file" in refusal(capsys, "train", "model.hf=absent.json")
+    assert "hf = 'absent.json' is no file" in refusal(capsys, "train", "hf=absent.json")
     assert not Path("runs").exists()
 
 
@@ -218,35 +149,21 @@ def fails_at(monkeypatch, name):
 
 
 def test_a_run_whose_files_cannot_be_read_is_neither_begun_anew_nor_removed(monkeypatch):
-    (put(Path("runs/1"), 3).parent / "latest").unlink()
-    Path("runs/1/.lock").touch()
+    put(Path("runs/1"), 3)
     with monkeypatch.context() as broken:
         fails_at(broken, "manifest.json")
-        with pytest.raises(InputError, match=r"runs/1 cannot be read: .*Input/output error"):
-            is_free(Path("runs/1"))
         with pytest.raises(InputError, match=r"runs/1/checkpoints cannot be read: .*Input/output error"):
-            folder.pick(None, best=False)
-        claim(Config()).close()
-        folder.RunFolder(Path("runs/1"), 0, made=True).drop_if_empty()
+            folder.pick(None)
+        drop_if_empty(Path("runs/1"))
     assert newest(Path("runs/1")).step == 3
 
 
-def test_a_place_of_checkpoints_that_is_not_to_be_had_now_is_no_empty_one(monkeypatch):
+def test_a_place_of_checkpoints_that_is_not_to_be_had_now_is_no_empty_one():
     kept = put(Path("run"), 3).parent
     kept.rename("unmounted")
     kept.symlink_to("elsewhere")
-    wrong = [(kept, "run/checkpoints cannot be read: .*this link leads to nothing")]
-    for name, text in (("empty", ""), ("failing", "unmounted\n")):
-        Path(name).mkdir()
-        (Path(name) / "checkpoints").write_text(text)
-        wrong.append((Path(name) / "checkpoints", f"{name}/checkpoints (is damaged|cannot be read)"))
-    for path, why in wrong:
-        with monkeypatch.context() as broken:
-            if path.parent.name == "failing":
-                fails_at(broken, "checkpoints")
-            with pytest.raises(InputError, match=why) as raised:
-                newest(path.parent)
-        assert not isinstance(raised.value, NoCheckpoint), "--resume-or-start would begin anew"
-    assert newest(Path("failing")).step == 3
+    with pytest.raises(InputError, match="run/checkpoints cannot be read: .*this link leads to nothing") as raised:
+        newest(Path("run"))
+    assert not isinstance(raised.value, NoCheckpoint), "--resume-or-start would begin anew"
     with pytest.raises(StorageError, match="link leads to nothing"):
         sherd.load("run/checkpoints/of_mine", {"value": 0})

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from sherd.cli.terminal import outlive_the_terminal
-from sherd.train.saved import newest
+from sherd.train.saved import folder_in, newest
 from tests.support.ranks.forked import answer_of, sherd, start
 from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
 
@@ -66,11 +66,10 @@ def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_f
             break
     assert code == 130
     *before, last = run.words(".err").splitlines()
-    before = [line for line in before if "waiting for rank" not in line]  # on a busy machine
     assert before == (
         ["sherd train: stopping; Ctrl-C again to give up without saving"] if number == signal.SIGINT else []
     )
-    assert last.startswith("sherd train: stopped without saving; nothing was saved before")
+    assert last.startswith("sherd train: stopped without saving; ")
     assert not run.out.exists()
 
 
@@ -122,7 +121,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
         os.kill(process.pid, signal.SIGCONT)
     process.join(120)
     assert process.exitcode == 143
-    assert newest(folder / "out").step >= 3
+    assert newest(folder_in(folder / "out")).step >= 3
 
 
 def on_terminal(name, words):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sherd import FSDPModule
 from sherd.cli.dry_run import planned
 from sherd.train import parallel
 from sherd.train.axes import axes_of
-from sherd.train.config import Config, InputError, ModelConfig
+from sherd.train.config import Config, InputError
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
@@ -24,7 +25,7 @@ from tests.support.models import noise
 from tests.support.refusals import one_line
 from tests.support.training import made
 
-SMALL = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
+SMALL = Config(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
 
 
 def decoder(model=SMALL, seed=0):
@@ -35,21 +36,21 @@ def decoder(model=SMALL, seed=0):
 
 def test_rotation_turns_each_pair_by_position_times_frequency_so_products_depend_on_distance_alone():
     x = noise(0, 0, 5, 6)
-    turned = rotate(x, *rotation(range(5), 6, 100.0, x.device))
+    turned = rotate(x, *rotation(5, 6, x.device))
     for position in range(5):
         for pair in range(3):
             z = complex(x[position, pair], x[position, pair + 3])
-            z *= complex(math.cos(a := position * 100.0 ** (-2 * pair / 6)), math.sin(a))
+            z *= complex(math.cos(a := position * 10000.0 ** (-2 * pair / 6)), math.sin(a))
             assert complex(turned[position, pair], turned[position, pair + 3]) == pytest.approx(z, abs=1e-5)
     q, k = noise(1, 0, 8), noise(2, 0, 8)
-    cos, sin = rotation(range(20), 8, 10000.0, q.device)
+    cos, sin = rotation(20, 8, q.device)
     products = [rotate(q, cos[i], sin[i]) @ rotate(k, cos[i + 7], sin[i + 7]) for i in (0, 5, 12)]
     torch.testing.assert_close(products[0].expand(3), torch.stack(products))
 
 
 def test_attention_equals_a_loop_over_query_heads_that_share_key_heads():
     attention, x = made(lambda: Attention(SMALL)), noise(0, 0, 2, 7, 16)
-    cos, sin = rotation(range(7), 4, 10000.0, x.device)
+    cos, sin = rotation(7, 4, x.device)
     heads = []
     for head in range(4):
         own, shared = slice(head * 4, head * 4 + 4), slice(head // 2 * 4, head // 2 * 4 + 4)
@@ -77,7 +78,7 @@ def test_no_logit_sees_a_later_token():
 
 
 def test_a_tied_head_reads_the_embedding_and_is_no_parameter():
-    tied, untied = decoder(), decoder(ModelConfig(**{**SMALL.__dict__, "tied": False}))
+    tied, untied = decoder(), decoder(replace(SMALL, tied=False))
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 16
     tied(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     assert tied.embedding.weight.grad[255].abs().sum() > 0  # a token never seen: only the head's use reaches it
@@ -90,7 +91,7 @@ def test_fresh_logits_are_near_to_an_even_guess():
 
 
 def test_a_parameters_first_value_depends_on_its_name_and_the_seed_alone():
-    two, three = decoder(), decoder(ModelConfig(**{**SMALL.__dict__, "layers": 2, "tied": False}))
+    two, three = decoder(), decoder(replace(SMALL, tied=False))
     for name, parameter in two.named_parameters():
         assert torch.equal(parameter, three.get_parameter(name))
     assert not torch.equal(decoder(seed=1).embedding.weight, two.embedding.weight)
@@ -107,7 +108,7 @@ def whole_first_weights(config):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_any_number_of_ranks_starts_from_the_same_weights(threads, num_ranks):
     plain = whole_params(decoder(seed=4))
-    config = Config.of({"model": dict(SMALL.__dict__), "run": {"seed": 4}})
+    config = replace(SMALL, seed=4)
     for weights in threads(num_ranks).run(whole_first_weights, config):
         assert_same(weights, plain)
 
@@ -139,7 +140,7 @@ def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed
     plain = HuggingFace(path, seed=4, context=8)
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert plain(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
-    config = Config.of({"model": {"hf": path}, "run": {"seed": 4}})
+    config = Config(hf=path, seed=4)
     for weights in threads(2).run(whole_first_weights, config):
         assert_same({name: weights[name] for name, _ in plain.named_parameters()}, whole_params(plain))
 
@@ -148,14 +149,11 @@ WRONG = [
     ({"vocab_size": 100}, "has vocab_size = 100; bytes need 256"),
     ({"model_type": "nothing"}, "is no config: "),
     ({"model_type": "vit"}, "makes no causal LM: "),
-    ({"num_hidden_layers": -1}, "num_hidden_layers = -1; expected a whole number from 1 on$"),
-    ({"hidden_size": 0}, "hidden_size = 0; expected a whole number from 1 on$"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a whole number from 1 on$"),
     ({"num_attention_heads": 0}, "is no config: integer division or modulo by zero$"),
     ({"num_attention_heads": 7}, r"is no config: .* is not a multiple of the number of attention heads \(7\)"),
-    ({"hidden_act": "none"}, "makes no causal LM: KeyError: 'none'$"),
-    ({"max_position_embeddings": 7}, "has 7 positions, fewer than data.context = 8"),
-    ({"model_type": "gpt2", "n_positions": 7}, "has 7 positions, fewer than data.context = 8"),
+    ({"hidden_act": "none"}, "makes no causal LM: 'none'$"),
+    ({"max_position_embeddings": 7}, "has 7 positions, fewer than context = 8"),
+    ({"model_type": "gpt2", "n_positions": 7}, "has 7 positions, fewer than context = 8"),
 ]
 
 
@@ -167,21 +165,9 @@ def test_a_hugging_face_config_that_makes_no_byte_model_or_is_not_there_is_refus
     assert "is no file" in one_line(InputError, HuggingFace, str(tmp_path / "absent.json"), seed=0, context=8)
 
 
-SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 256}
-
-
-def test_an_encoder_is_no_causal_model(tmp_path):
-    pytest.importorskip("transformers")
-    bert = HuggingFace(hf_config(tmp_path, model_type="bert"), seed=0, context=8)
-    with pytest.raises(InputError, match="is no causal LM: its logits depend on later tokens"):
-        bert.require_causal()
-    for fields in ({}, SMALL_GPT2, {"model_type": "bert", "is_decoder": True}):
-        HuggingFace(hf_config(tmp_path, **fields), seed=0, context=8).require_causal()
-
-
 def test_a_hugging_face_model_is_planned_on_the_meta_device(tmp_path):
     pytest.importorskip("transformers")
-    config = Config.of({"model": {"hf": hf_config(tmp_path)}})
+    config = Config(hf=hf_config(tmp_path))
     plan = planned(config, 8)
-    model = HuggingFace(config.model.hf, seed=0, context=8)
+    model = HuggingFace(config.hf, seed=0, context=8)
     assert f"{sum(each.numel() for each in model.parameters()):,} parameters, dp=8" in str(plan)

@@ -174,7 +174,7 @@ def timeouts(trainers_s: float) -> Iterator[Finding]:
     """Yields how long ranks wait for a missing rank. `trainers_s` is the time-out of `sherd train`."""
     torchs = dist.default_pg_timeout.total_seconds()
     yield Finding("time-outs", "process groups", f"{torchs:.0f} s unless init_process_group is told another")
-    yield Finding("time-outs", "sherd train", f"{trainers_s:.0f} s (run.timeout)")
+    yield Finding("time-outs", "sherd train", f"{trainers_s:.0f} s")
     name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
     if name in os.environ:
         yield Finding("time-outs", name, f"{os.environ[name]} s")

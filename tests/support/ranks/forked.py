@@ -86,19 +86,16 @@ def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequen
 
 
 def sherd(words: Sequence[str], environment: dict[str, str]) -> None:
-    """Be the command `sherd`, called with `words`. Its ranks are forks of this process, and outlive it if they can.
-
-    They draw no curve: what that imports takes longer than their run.
-    """
+    """Be the command `sherd`, called with `words`. Its ranks are forks of this process, and outlive it if they can."""
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.environ.pop("RANK", None)
     from sherd.cli import main as cli
-    from sherd.train import launch, report
+    from sherd.train import launch
 
     def rank(words: Sequence[str], *, env: dict[str, str], **_: Any) -> _Fork:
         return _Fork(words, env, dies_with_us=False)
 
-    with mock.patch.object(launch.subprocess, "Popen", rank), mock.patch.object(report, "curve"):
+    with mock.patch.object(launch.subprocess, "Popen", rank):
         sys.exit(cli.main(words))
 
 
