@@ -2,8 +2,8 @@
 
 The names mirror `torch.distributed.fsdp`, so that a program is ported by a changed import.
 
-Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks`, `sherd.interop` and
-`sherd.train.plain`; the others may change without notice.
+Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks` and `sherd.interop`;
+the others may change without notice.
 """
 
 from importlib import import_module

@@ -275,7 +275,7 @@ def test_an_error_has_its_own_entry_which_says_which_python_error_it_is():
 
 
 def test_every_option_of_the_command_that_the_readme_names_exists(capsys):
-    for command in ("train", "generate", "eval"):
+    for command in ("train", "generate", "eval", "convert"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))

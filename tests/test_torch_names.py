@@ -1076,18 +1076,6 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 @on_processes(2)
-def test_set_timeout__is_for_the_default_group_and_those_made_later():
-    before = timeout_of(dist.group.WORLD), dist.distributed_c10d.default_pg_timeout
-    try:
-        _torch.set_timeout(timedelta(seconds=7))
-        groups = dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))
-        assert [timeout_of(each) for each in groups] == [7, 7, 9]
-    finally:
-        _torch.set_timeout(timedelta(seconds=before[0]))
-        dist.distributed_c10d.default_pg_timeout = before[1]
-
-
-@on_processes(2)
 def test_named_group__is_made_by_its_ranks_whatever_other_groups_they_know_of():
     rank = dist.get_rank()
     dist.new_group([0])  # of which rank 0 alone knows

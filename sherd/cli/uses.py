@@ -7,18 +7,22 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sherd.cli.terminal import say
-from sherd.errors import InputError
+from sherd.errors import CheckpointError, InputError
+from sherd.storage.folder import Folder, checked
+from sherd.storage.manifest import MANIFEST
+from sherd.storage.places import Disk
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import MODEL, Config
-from sherd.train.folder import pick
-from sherd.train.saved import Checkpoint
+from sherd.train.folder import last_run
+from sherd.train.saved import Checkpoint, folder_in, newest
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
 
-__all__ = ["Asked", "add_uses", "asked", "at_least", "use"]
+__all__ = ["Asked", "add_uses", "asked", "at_least", "pick", "use"]
 
 Number = TypeVar("Number", int, float)
 
@@ -104,6 +108,22 @@ def use(args: argparse.Namespace, words: list[str]) -> int:
     from sherd.cli.using import be_alone
 
     return be_alone(args, ask)
+
+
+def pick(run: str | None) -> Checkpoint:
+    """Returns the checkpoint that a user names by a run's folder, that of its checkpoints, or one checkpoint's.
+
+    None is the last run of all. Raises InputError where there is none.
+    """
+    path = last_run() if run is None else Path(run)
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder; name a run's, as in runs/1, or a checkpoint's")
+    if not path.name.startswith("step-") and not (path / MANIFEST).exists():
+        return newest(Folder(Disk(path)) if any(path.glob("step-*")) else folder_in(path))
+    try:
+        return Checkpoint(place := Disk(path), checked(place))
+    except CheckpointError as error:
+        raise InputError(Exception.__str__(error)) from error
 
 
 def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from sherd.cli.uses import Asked, asked
+from sherd import load
+from sherd.cli.uses import Asked, asked, pick
 from sherd.comm.accelerator import backend
 from sherd.comm.objects import do_without_numpy
-from sherd.train.checkpoint import load_model
+from sherd.errors import CheckpointError, InputError
 from sherd.train.data import Windows, tokens
 from sherd.train.device import require_ranks
-from sherd.train.folder import pick
 from sherd.train.parallel import build
 from sherd.train.passes import Passes
 from sherd.train.rank import grid_of
@@ -87,9 +87,14 @@ def loaded(ask: Asked) -> Passes:
     Raises:
         InputError: the checkpoint is damaged, or of another model than the config's.
     """
-    grid = grid_of(ask.config)
+    grid, checkpoint = grid_of(ask.config), ask.checkpoint
     model = build(ask.config, grid)
-    load_model(ask.checkpoint, model)
+    # From the folder of all, where there is one: it is locked then, and the run cannot remove what is read.
+    where, step = (checkpoint.folder.place, checkpoint.step) if checkpoint.folder else (checkpoint.place, None)
+    try:
+        load(str(where), {"model": model}, step=step, random=False)
+    except CheckpointError as error:
+        raise InputError(f"{checkpoint} cannot be used: {Exception.__str__(error)}; name an older one") from error
     model.eval()
     return Passes(model, grid)
 

@@ -35,6 +35,11 @@ class Axes:
         """Ranks that read different samples."""
         return self.replicate * self.dp
 
+    @property
+    def in_words(self) -> str:
+        """The number of ranks."""
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "dp=1"
 
@@ -67,9 +72,6 @@ def usual_ranks(config: Config, usual: int) -> int:
     """Returns how many ranks to start for `mesh`; without a mesh that is `usual`.
 
     A mesh that leaves the size of dp open takes the next multiple of the other axes' ranks, from `usual` on.
-
-    Raises:
-        InputError: words that are no axes.
     """
     sizes = _sizes(config.mesh)
     others = Axes(**sizes).num_ranks

@@ -22,7 +22,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.report import Report
 from sherd.train.saved import Checkpoint, folder_in, going_on
 
-__all__ = ["NO_SPACE", "NotSaved", "Saver", "load", "load_model"]
+__all__ = ["NO_SPACE", "NotSaved", "Saver", "load"]
 
 KEPT = 2  # checkpoints: the last one, and one before it, should that be damaged
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -117,17 +117,3 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> Chec
     found = checkpoint.folder.found(restored.step)
     assert found.manifest is not None, "it was loaded"
     return replace(checkpoint, place=found.place, manifest=found.manifest, notes=restored.passed_over)
-
-
-def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Put the saved values into `model` alone, sharded or not.
-
-    Raises:
-        InputError: `checkpoint` is damaged, or has other parameters.
-    """
-    # With the folder of all, where there is one: it is locked then, and the run cannot remove what is read.
-    where, step = (checkpoint.folder.place, checkpoint.step) if checkpoint.folder else (checkpoint.place, None)
-    try:
-        load_items(str(where), {"model": model}, step=step, random=False)
-    except CheckpointError as error:
-        raise InputError(f"{checkpoint} cannot be used: {Exception.__str__(error)}; name an older one") from error

@@ -19,9 +19,9 @@ from sherd.errors import InputError
 __all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml", "whole_number"]
 
 NO_HF_CONFIG = "hf = {!r} is no file; give the path of a Hugging Face config.json"
-LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
+MOST = 8  # samples; more of them take memory, and are hardly faster
 # The engine's own words, written down once more, as a config is checked without torch:
-# test_choices_are_those_of_the_engine.
+# test_choices_are_those_of_the_engine_and_of_plans.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
 WRAPPINGS = ("auto", "pairs", "parts", "ends")
@@ -86,31 +86,18 @@ class Config:
     data: str = _field("", "a file or a folder of text; empty: the Python standard library's own sources")
     context: int = _at_least(2, 128, "tokens (bytes) a sample predicts, and can look back on")
     # The optimizer, on batches of a fixed number of samples, whatever the number of ranks
-    optimizer: str = _one_of(
-        ("adamw", "muon"), "muon steps hidden matrices by sherd.Muon at AdamW's rate, the rest by AdamW"
-    )
+    optimizer: str = _one_of(("adamw", "muon"), "muon: hidden matrices by sherd.Muon, the rest by AdamW")
     lr: float = _above(0, 2e-3, "peak learning rate")
     warmup: int = _at_least(0, 50, "steps from zero to the peak; a run that is shorter never gets there")
     batch: int = _at_least(1, 16, "samples per step, over all ranks")
     micro_batch: int = _at_least(
-        0,
-        0,
-        "samples in one forward of one rank, the rest is accumulated; 0: the most that divide a rank's share of the "
-        f"batch, up to {LARGEST_MICRO_BATCH}",
+        0, 0, f"samples in one forward of one rank; 0: the most, up to {MOST}, that divide its share"
     )
     # How ranks share the work
     mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, tp; empty: all are dp")
-    strategy: str = _one_of(
-        ("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto is zero3, with replicate hsdp"
-    )
-    placement: str = _one_of(
-        ("shard", "flat", "whole"), "where a parameter may be cut: between rows, between any elements, or nowhere"
-    )
-    wrapping: str = _one_of(
-        WRAPPINGS,
-        "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
-        " and head",
-    )
+    strategy: str = _one_of(("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto: zero3 or hsdp")
+    placement: str = _one_of(("shard", "flat", "whole"), "a parameter is cut between rows, anywhere, or not at all")
+    wrapping: str = _one_of(WRAPPINGS, "what is a unit: a block, two, also parts of it, or also embedding and head")
     reshard: bool = _field(True, "free unsharded parameters after forward, but for the root's")
     offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
     checkpointing: float = _field(
@@ -119,9 +106,7 @@ class Config:
         "in [0, 1]",
         lambda value: 0 <= value <= 1,
     )
-    recompute: str = _one_of(
-        ("full", "selective"), "of checkpointed blocks: all, or not attention and every second matrix product"
-    )
+    recompute: str = _one_of(("full", "selective"), "of these: all, or not attention and every second matrix product")
     precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
     compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
     # The run
@@ -163,7 +148,7 @@ class Config:
             InputError: the batch does not divide.
         """
         share, rest = divmod(self.batch, num_ranks)
-        for size in [self.micro_batch] if self.micro_batch else range(LARGEST_MICRO_BATCH, 0, -1):
+        for size in [self.micro_batch] if self.micro_batch else range(MOST, 0, -1):
             if not rest and share and share % size == 0:
                 return size, share // size
         unit = num_ranks * max(1, self.micro_batch)

@@ -23,21 +23,13 @@ def tokens(text: bytes) -> Tensor:
 
 
 def batch(text: Tensor, context: int, seed: int, first: int, num: int) -> tuple[Tensor, Tensor]:
-    """Samples `first` to `first + num` of an endless row that `seed` alone decides: inputs and targets.
+    """Returns samples `first` to `first + num` of an endless row that `seed` alone decides.
 
-    Step s of a run with batches of b takes samples s*b to (s+1)*b, and rank r of n the r-th n-th of those, so
-    neither resuming nor another number of ranks changes what a step trains on. An epoch visits each window of
-    `context` bytes once.
+    They are inputs and targets, int64 [num, context]; a target is the byte after its input. `text` is uint8, 1-D.
 
-    Args:
-        text: 1-D, uint8, more than `context` long.
-        context: the bytes of a sample.
-        seed: decides the order of windows in each epoch.
-        first: the number of the first sample.
-        num: how many samples.
-
-    Returns:
-        Two int64 tensors of shape [num, context]; a target is the byte after its input.
+    Step s of a run with batches of b takes samples s*b to (s+1)*b, and rank r of n the r-th n-th of those, so neither
+    resuming nor another number of ranks changes what a step trains on. An epoch visits each window of `context` bytes
+    once.
     """
     num_windows = (len(text) - 1) // context
     starts = []

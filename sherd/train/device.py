@@ -49,8 +49,5 @@ def require_ranks(num_ranks: int, config: Config) -> None:
         return
     local, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_devices_of(device)
     if local > num_devices:
-        several = "s" if num_devices > 1 else ""
-        raise InputError(
-            f"{local} ranks on a machine of {num_devices} {device} device{several}; start one per device, or set "
-            "device = 'cpu'"
-        )
+        here = f"{num_devices} {device} device{'s' * (num_devices > 1)}"
+        raise InputError(f"{local} ranks on a machine of {here}; start one per device, or set device = 'cpu'")

@@ -13,13 +13,11 @@ import stat
 from pathlib import Path
 
 from sherd.errors import CheckpointError
-from sherd.storage.folder import Folder
-from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import Disk, Lock, mode_of
 from sherd.train.config import InputError
-from sherd.train.saved import Checkpoint, NoCheckpoint, folder_in, newest, whole
+from sherd.train.saved import NoCheckpoint, folder_in, newest
 
-__all__ = ["MARK", "claimed", "drop_if_empty", "is_free", "last_run", "pick", "sweep"]
+__all__ = ["MARK", "claimed", "drop_if_empty", "is_free", "last_run", "sweep"]
 
 RUNS = Path("runs")
 LOCK, MARK = ".lock", ".seen-"
@@ -40,17 +38,9 @@ def last_run() -> Path:
 
 
 def claimed(named: str, held: contextlib.ExitStack) -> tuple[Path, bool]:
-    """Make the run's folder if need be, and lock it until `held` is closed.
+    """Make the folder `named`, or the next number under `runs`, and lock it until `held` is closed.
 
-    Args:
-        named: the folder; empty: the first free number under `runs`.
-        held: gets the lock.
-
-    Returns:
-        The folder, and whether it is new.
-
-    Raises:
-        InputError: it cannot be written, or another process writes into it.
+    Returns the folder, and whether it is new. Raises InputError if it cannot be written, or another run writes into it.
     """
     try:
         out, is_new = (Path(named), not mode_of(Path(named))) if named else (_numbered(), True)
@@ -108,17 +98,3 @@ def sweep(out: Path) -> list[str]:
         return [f"{path} is removed: no checkpoint needs it" for path in folder_in(out).sweep()]
     except (OSError, CheckpointError):
         return []  # the next start tries again
-
-
-def pick(run: str | None) -> Checkpoint:
-    """Returns the checkpoint that a user names by a run's folder, that of its checkpoints, or one checkpoint's.
-
-    None is the last run of all. Raises InputError where there is none.
-    """
-    path = last_run() if run is None else Path(run)
-    if not path.is_dir():
-        raise InputError(f"{path} is no folder; name a run's, as in runs/1, or a checkpoint's")
-    if path.name.startswith("step-") or (path / MANIFEST).exists():
-        return whole(path)
-    folder = Folder(Disk(path)) if any(path.glob("step-*")) else folder_in(path)
-    return newest(folder)

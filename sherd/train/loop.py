@@ -196,7 +196,7 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: R
     report.write("start", step=done, ranks=axes.num_ranks, config=config.tree(), text=corpus.digest)
     mesh = "" if axes == Axes(dp=axes.num_ranks) else f", {axes}"
     device = trainer.passes.device
-    report.say(f"model  {num_parameters:,} parameters, sharded over {ranks_of(trainer)}{mesh} on {device}")
+    report.say(f"model  {num_parameters:,} parameters, sharded over {axes.in_words}{mesh} on {device}")
     report.say(
         f"text   {corpus.num_documents:,} documents in {corpus.source}: {len(corpus.train):,} bytes "
         f"to train on, {len(corpus.held_out):,} held out"
@@ -208,12 +208,6 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: R
     for change in resumed.changes(config) if resumed else ():
         report.say(f"note   {change}; losses will differ from those of the run as it was begun")
     report.begin(done, config.steps)
-
-
-def ranks_of(trainer: Trainer) -> str:
-    """Returns the number of ranks in words."""
-    number = trainer.grid.axes.num_ranks
-    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def train(
@@ -262,7 +256,8 @@ def recorded(trainer: Trainer, out: Path, report: Report, stop: bool, saved: boo
     from sherd.tools.plan.tracing import traced
 
     number, path = trainer.done + 1, out / TIMELINE
-    with traced(trainer.model, trainer.optimizer, f"step {number} of {out.name} on {ranks_of(trainer)}") as trace:
+    title = f"step {number} of {out.name} on {trainer.grid.axes.in_words}"
+    with traced(trainer.model, trainer.optimizer, title) as trace:
         step = trainer.step(stop, saved)
     on_rank_0(lambda: path.write_text(to_json(trace.timeline), encoding="utf-8"))
     report.say(f"step {number:>6}  recorded in {path}; sherd report {out} shows it")
@@ -305,7 +300,8 @@ def finish(trainer: Trainer, out: Path, report: Report) -> None:
     report.write("evaluation", step=trainer.done, bits=bits)
     report.say(f"drawing the sample, {SAMPLE} bytes ...")
     sample = trainer.sample()
-    on_rank_0(lambda: (out / "sample.txt").write_text(sample, encoding="utf-8"))
+    if dist.get_rank() == 0:
+        (out / "sample.txt").write_text(sample, encoding="utf-8")
     report.say(f"\nsample\n------\n{sample}\n------")
     report.say(f"held-out  {_in_words(bits)}, over all {num_bytes:,} bytes")
     report.say(f"model     {folder_in(out).folder_of(trainer.done)}")

@@ -153,17 +153,12 @@ class Decoder(nn.Module):
 class HuggingFace(nn.Module):
     """A causal LM of transformers, built from a local config.json, with the same call as `Decoder`.
 
-    It is made whole on the CPU of every rank, because only its own code knows its first weights; so it must
-    fit there. The seed decides them, and the number of ranks does not.
-
-    Raises:
-        InputError: transformers is missing, the config cannot be used, its vocabulary is under 256 tokens, or it has
-            positions for fewer than `context`.
+    It is made on the CPU of every rank, because only its own code knows its first weights; so it must fit there. The
+    seed decides them, and the number of ranks does not. Raises InputError if the config cannot be used.
     """
 
     def __init__(self, path: str, seed: int, context: int) -> None:
         super().__init__()
-        self.path = path
         config = _hf_config(path, context)
         from transformers import AutoModelForCausalLM
 

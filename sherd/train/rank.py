@@ -60,7 +60,6 @@ def _code(configure: Callable[[], Start], stop: Stop) -> int:
             if by_hand():
                 say(f"stopped without saving: {error}")
             return NOT_SAVED  # others have left before they could save
-        # One line: where this rank stood when it noticed does not help. The rank that ended first says why.
         return _crash(error)
     except torch.OutOfMemoryError as error:
         return _crash(error)  # with the note of explain_memory
@@ -70,6 +69,7 @@ def _code(configure: Callable[[], Start], stop: Stop) -> int:
 
 
 def _crash(error: BaseException) -> int:
+    """Say what the error says. Where this rank stood does not help: the rank that ended first says why."""
     text = "".join(traceback.format_exception_only(error)).strip()
     print(f"{text}\n", end="", file=sys.stderr, flush=True)  # at once, as other ranks write too
     return 1

@@ -18,17 +18,10 @@ __all__ = ["continued", "readable"]
 def continued(
     logits: Callable[[Tensor], Tensor], context: int, length: int, prompt: bytes, temperature: float, seed: int
 ) -> Iterator[int]:
-    """Yields the bytes of `prompt`, then those that the model draws after them, as at the start of a document.
+    """Yields the bytes of `prompt`, then `length` bytes that are drawn after them, as at the start of a document.
 
-    Several ranks iterate together, and draw the same bytes.
-
-    Args:
-        logits: from tokens, int64 [1, n], to [1, n, at least VOCABULARY].
-        context: how many bytes the model reads; earlier ones are left out.
-        length: how many bytes are drawn.
-        prompt: the bytes before those.
-        temperature: 0 takes the likeliest byte; 1 draws as the model says, more than that more evenly.
-        seed: decides what is drawn.
+    `logits` gives [1, n, at least VOCABULARY] of int64 [1, n], the last `context` bytes. A `temperature` of 0 takes the
+    likeliest byte; 1 draws as the model says, more than that more evenly. Several ranks draw the same bytes.
     """
     generator, tokens = seeded("sample", seed), [*SEPARATOR, *prompt]
     yield from prompt

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import CheckpointError
-from sherd.storage.folder import BRING_BACK, Folder, checked
+from sherd.storage.folder import BRING_BACK, Folder
 from sherd.storage.manifest import Manifest
 from sherd.storage.places import Disk, Place
 from sherd.train.config import FREE, MODEL, Config, InputError
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "NoCheckpoint", "Start", "folder_in", "going_on", "newest", "whole"]
+__all__ = ["CHECKPOINTS", "Checkpoint", "NoCheckpoint", "Start", "folder_in", "going_on", "newest"]
 
 CHECKPOINTS = "checkpoints"
 _FACTS = {"config", "text"}
@@ -110,14 +110,6 @@ class NoCheckpoint(InputError):
 def folder_in(out: Path) -> Folder:
     """Returns the checkpoints of the run in `out`."""
     return Folder(Disk(out / CHECKPOINTS))
-
-
-def whole(path: Path) -> Checkpoint:
-    """The checkpoint in the folder `path`. Raises InputError unless it is whole, and of a run."""
-    try:
-        return Checkpoint(place := Disk(path), checked(place))
-    except CheckpointError as error:
-        raise InputError(Exception.__str__(error)) from error
 
 
 def newest(folder: Folder) -> Checkpoint:

@@ -1,7 +1,6 @@
 """The text of a run: which bytes it trains on, and which are kept to judge the model.
 
-Text is bytes, a token is a byte. Every document begins with a NUL, which no text holds, so 256 tokens are
-enough.
+Text is bytes, a token is a byte. Every document begins with a NUL, which no text holds, so 256 tokens are enough.
 Documents stand in the order of their hashes, and the tail of that row is held out:
 
     | NUL doc NUL doc ... NUL doc NUL do | c NUL doc NUL doc |

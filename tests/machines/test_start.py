@@ -120,7 +120,9 @@ def test_what_torchs_own_collectives_raise_is_named_and_other_errors_are_left_al
     processes = world(2)
     for rank, (kind, said, others) in enumerate(processes.run(lost)):
         assert kind == "CommError"
-        assert said.startswith(f"[rank {rank}] a collective of sherd train among ranks [0, 1] failed on rank {rank} with rank {1 - rank}")
+        assert said.startswith(
+            f"[rank {rank}] a collective of sherd train among ranks [0, 1] failed on rank {rank} with rank {1 - rank}"
+        )
         assert "start them again from the last checkpoint" in said
         assert others == [None, None]
     processes.stop()  # their group is of no more use

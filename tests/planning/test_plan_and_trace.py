@@ -27,9 +27,7 @@ from tests.planning.played import engine, most, settled
 from tests.support.meshes import mesh_of
 
 DECODER = Config(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
-LARGE = Config(
-    layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False
-)  # with weights in groups of their own
+LARGE = Config(layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False)  # with weights in groups of their own
 SAMPLES, LENGTH = 4, 64
 TWO = Mesh(2)
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)

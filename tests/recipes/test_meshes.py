@@ -1,11 +1,11 @@
-"""Recipes with a mesh axis of their own: however many ranks share experts or tokens, the losses are one process's."""
+"""Recipes with a mesh axis of their own: any number of ranks that share them has the same losses."""
 
 import pytest
 
 from tests.recipes.pages import PAGES, losses, printed_as_shown
 from tests.test_examples import run
 
-RECIPES = ["mixture_of_experts", "long_context"]
+RECIPES = ["mixture_of_experts", "long_context", "pipeline"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -19,7 +19,7 @@ def test_it_prints_what_its_page_shows_and_one_process_has_the_same_losses(name,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "axis"), [("mixture_of_experts", "--ep"), ("long_context", "--cp")])
+@pytest.mark.parametrize(("name", "axis"), zip(RECIPES, ("--ep", "--cp", "--pp"), strict=True))
 def test_replicas_of_the_axis_have_the_same_losses_too(name, axis, tmp_path):
     words = "--steps", "20", "--batch", "4"
     (alone,) = run(f"recipes/{name}.py", tmp_path / "alone", *words, num_ranks=1)

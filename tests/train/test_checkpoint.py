@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-
 from functools import partial
 from unittest import mock
 
@@ -210,9 +209,7 @@ def save_twice(saver, config):
 
 
 @pytest.mark.parametrize(("number", "what"), [(0, ".safetensors"), (1, ".safetensors"), (0, MANIFEST)])
-def test_a_disk_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
-    world, tmp_path, number, what
-):
+def test_a_disk_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(world, tmp_path, number, what):
     for said in world(2).run(refused_on, number, what, tmp_path):
         assert said.startswith(f"the save of step 8 to {tmp_path}/checkpoints/step-00000008 failed on rank {number}: ")
         assert said.endswith(": No space left on device; step 4 is whole, --resume goes on from it")

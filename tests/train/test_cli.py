@@ -33,7 +33,10 @@ CHECK = [
     ([*TEXT, "--nproc", "-1"], "--nproc -1 is too few"),
     ([*TEXT, "--mesh", "dp=2,xp=2"], "the mesh dp=2,xp=2 names 'xp=2', which is no axis"),
     ([*TEXT, "--mesh", "dp=2,tp=2", "--nproc", "2"], "the mesh dp=2,tp=2 is for 4 ranks, but there are 2"),
-    ([*TEXT, "--mesh", "ep=2"], "names 'ep=2', which is no axis of sherd train; a program of your own has it: docs/recipes"),
+    (
+        [*TEXT, "--mesh", "ep=2"],
+        "names 'ep=2', which is no axis of sherd train; a program of your own has it",
+    ),
     ([*TEXT, "--steps", "-5"], "steps = -5 is out of its limits"),
     ([*TEXT, "--steps", "many"], "argument --steps: 'many' is no whole number; see sherd train --help"),
     ([*TEXT, "--stpes", "5"], "unknown option --stpes; did you mean --steps? sherd train --help lists all"),
@@ -60,7 +63,10 @@ CHECK = [
     ([*TEXT, "--out", "text.txt"], "text.txt is not an empty folder"),
     ([*TEXT, "--resume", "--config", "odd.json"], "unknown field run"),
     ([*TEXT, "--resume"], "there is no run under"),
-    ([*TEXT, "--resume", "--out", "absent"], "absent/checkpoints holds no checkpoint; --resume-or-start begins anew, --out names another run"),
+    (
+        [*TEXT, "--resume", "--out", "absent"],
+        "absent/checkpoints holds no checkpoint; --resume-or-start begins anew",
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sherd.train import text
+from sherd.train import text as texts
 from sherd.train.config import InputError
 from sherd.train.data import Windows, batch, seeded
 from sherd.train.text import read_corpus
@@ -26,7 +26,7 @@ def write(folder, **files):
 
 
 def read(path, held_out=0.25):
-    with mock.patch.object(text, "HELD_OUT", held_out):
+    with mock.patch.object(texts, "HELD_OUT", held_out):
         return read_corpus(str(path), context=4)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sherd.cli.dry_run import ranks_to_plan
 from sherd.comm.accelerator import accelerator, backend, backend_for
 from sherd.train import rank
 from sherd.train.config import Config, InputError
-from sherd.cli.dry_run import ranks_to_plan
 from sherd.train.device import default_ranks, device_type, require_ranks
 from sherd.train.report import peak_memory
 from tests.support.refusals import refusal

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import sherd
+from sherd.cli.uses import pick
 from sherd.errors import StorageError
-from sherd.train import folder
 from sherd.train.config import InputError
 from sherd.train.folder import claimed, drop_if_empty, is_free, last_run, sweep
 from sherd.train.saved import NoCheckpoint
@@ -153,7 +153,7 @@ def test_a_run_whose_files_cannot_be_read_is_neither_begun_anew_nor_removed(monk
     with monkeypatch.context() as broken:
         fails_at(broken, "manifest.json")
         with pytest.raises(InputError, match=r"runs/1/checkpoints cannot be read: .*Input/output error"):
-            folder.pick(None)
+            pick(None)
         drop_if_empty(Path("runs/1"))
     assert newest(Path("runs/1")).step == 3
 
@@ -162,7 +162,7 @@ def test_a_place_of_checkpoints_that_is_not_to_be_had_now_is_no_empty_one():
     kept = put(Path("run"), 3).parent
     kept.rename("unmounted")
     kept.symlink_to("elsewhere")
-    with pytest.raises(InputError, match="run/checkpoints cannot be read: .*this link leads to nothing") as raised:
+    with pytest.raises(InputError, match=r"run/checkpoints cannot be read: .*this link leads to nothing") as raised:
         newest(Path("run"))
     assert not isinstance(raised.value, NoCheckpoint), "--resume-or-start would begin anew"
     with pytest.raises(StorageError, match="link leads to nothing"):

@@ -99,7 +99,9 @@ def test_a_logger_that_cannot_be_started_is_refused_in_one_line(tmp_path):
         ("no_such_module:start", "cannot be started: ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         assert said in one_line(InputError, Logger, logging(name), tmp_path), name
-    assert "must be tensorboard, wandb, mlflow, or module:function" in one_line(InputError, Config.of, {"logger": "mine"})
+    assert "must be tensorboard, wandb, mlflow, or module:function" in one_line(
+        InputError, Config.of, {"logger": "mine"}
+    )
 
 
 def test_tensorboard_without_its_package_is_refused_before_anything_is_loaded(monkeypatch):

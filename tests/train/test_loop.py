@@ -18,7 +18,17 @@ from sherd.train import loop
 from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError
 from sherd.train.data import batch, tokens
-from sherd.train.loop import BETAS, FINAL_LR, LARGEST_NORM, WEIGHT_DECAY, Trainer, finish, introduce, learning_rate, train
+from sherd.train.loop import (
+    BETAS,
+    FINAL_LR,
+    LARGEST_NORM,
+    WEIGHT_DECAY,
+    Trainer,
+    finish,
+    introduce,
+    learning_rate,
+    train,
+)
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder
 from sherd.train.report import Report

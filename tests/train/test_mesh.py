@@ -48,7 +48,11 @@ WRONG = [
     ("tp=4", {"heads": 2}, "tp=4, which does not divide heads = 2"),
     ("tp=4", {"kv_heads": 4, "hidden": 6}, "tp=4, which does not divide hidden = 6"),
     ("tp=4", {"kv_heads": 4, "context": 18}, "tp=4, which does not divide context = 18"),
-    ("dp=2,ep=2", {}, "names 'ep=2', which is no axis of sherd train; a program of your own has it: docs/recipes/mixture"),
+    (
+        "dp=2,ep=2",
+        {},
+        "is no axis of sherd train; a program of your own has it: docs/recipes/mixture_of_experts.md",
+    ),
     ("cp=2", {}, "docs/recipes/long_context.md"),
     ("pp=2", {}, "docs/recipes/pipeline.md"),
     ("tp=2", {"hf": "config.json"}, "tp=2, which cuts no Hugging Face model here"),

@@ -13,7 +13,7 @@ from sherd.train.parallel import build
 from sherd.train.saved import folder_in, newest
 from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
-from tests.train.test_loop import TREE, grid, plain_losses, run, trainer_of
+from tests.train.test_loop import TREE, plain_losses, run, trainer_of
 
 # Of what `sherd train` is told, that which is the same in all runs here.
 SHORT = "layers=1 batch=8 micro_batch=2 steps=3 every=0"
