@@ -144,8 +144,7 @@ class Config:
     def split(self, num_ranks: int) -> tuple[int, int]:
         """Returns the samples of a micro-batch, and a rank's number of them, if so many ranks read different samples.
 
-        Raises:
-            InputError: the batch does not divide.
+        Raises InputError if the batch does not divide.
         """
         share, rest = divmod(self.batch, num_ranks)
         for size in [self.micro_batch] if self.micro_batch else range(MOST, 0, -1):

@@ -114,12 +114,16 @@ def _tell(text: str, start: Start) -> None:
 @contextmanager
 def _claimed(named: str, stop: Stop) -> Iterator[Path]:
     """The run's folder, locked by rank 0. A start that is refused or stopped leaves none that it has made."""
-    with ExitStack() as held:
-        out, is_new = on_rank_0(lambda: claimed(named, held))
-        if is_new and dist.get_rank() == 0:
+
+    def claim() -> Path:
+        out, is_new = claimed(named, held)
+        if is_new:
             held.callback(drop_if_empty, out)
             stop.before_leaving(partial(drop_if_empty, out))
-        yield out
+        return out
+
+    with ExitStack() as held:
+        yield on_rank_0(claim)
 
 
 def _keep(config: Config, out: Path) -> None:

@@ -44,8 +44,7 @@ class Corpus:
 def read_corpus(path: str, context: int) -> Corpus:
     """The text at `path`: a file, the text files of a folder, or the standard library's sources if it is empty.
 
-    Raises:
-        InputError: nothing readable there, or too little for one sample on either side of the cut.
+    Raises InputError if there is nothing readable, or too little to hold a sample out.
     """
     source = path or sysconfig.get_path("stdlib")
     documents = _ordered(path)

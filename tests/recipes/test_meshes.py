@@ -19,9 +19,9 @@ def test_it_prints_what_its_page_shows_and_one_process_has_the_same_losses(name,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "axis"), zip(RECIPES, ("--ep", "--cp", "--pp"), strict=True))
+@pytest.mark.parametrize(("name", "axis"), [*zip(RECIPES, ("--ep", "--cp", "--pp"), strict=True)])
 def test_replicas_of_the_axis_have_the_same_losses_too(name, axis, tmp_path):
-    words = "--steps", "20", "--batch", "4"
+    words = "--steps", "20", "--batch", "8"
     (alone,) = run(f"recipes/{name}.py", tmp_path / "alone", *words, num_ranks=1)
     printed, *_ = run(f"recipes/{name}.py", tmp_path / "four", *words, axis, "2", num_ranks=4)
     assert losses(printed) == pytest.approx(losses(alone), abs=2e-3)

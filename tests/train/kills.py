@@ -126,7 +126,7 @@ def kill(run: Run, moment: Moment, usual: float) -> None:
         "start": (lambda: True, usual if moment.target == "launcher" else usual / 2),
         "step": (lambda: len(run.records("step")) >= moment.step, 0.02),
         "save": (lambda: list(run.out.glob(f"checkpoints/step-{2 * -(-moment.step // 2):08}")), 0.05),
-        "sample": (lambda: len(run.records("evaluation")) > 0, 0.2),
+        "sample": (lambda: len(run.records("evaluation")) >= STEPS // SAVE_EVERY, 0.2),
         "end": (lambda: (run.out / "sample.txt").exists(), 0.3),
     }
     begins, seconds = parts[moment.phase]
