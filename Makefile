@@ -116,7 +116,8 @@ $(VENV)/.test $(VENV)/.train $(VENV)/.lint $(INTEROP)/.interop $(INTEROP)/.all: 
 	$(PIP) torch uv
 	$(UV) -e '.[$(EXTRAS)]' || $(PIP) -e '.[$(EXTRAS)]'
 	$(if $(TITAN),$(UV) --no-deps $(TITAN) || $(PIP) --no-deps $(TITAN))
-	@$(@D)/bin/python -c 'import matplotlib.pyplot, torch._dynamo, sherd'
+	@$(@D)/bin/python -c 'import torch._dynamo, sherd'
+	@$(@D)/bin/python -c 'import matplotlib.pyplot' 2>/dev/null || true  # which finds fonts the first time
 	@touch $@
 
 # The site is built from the sources as they are read, and so is a release: the packages of the extra, without sherd and

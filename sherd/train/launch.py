@@ -79,26 +79,34 @@ def _watch(ranks: list[subprocess.Popen[bytes]], stop: Stop) -> int:
     """Wait for the end of all ranks; returns the exit code. Says how they ended where they have not said it."""
     first: tuple[int, int] | None = None  # the rank that failed first, and its code
     told_at = failed_at = math.inf
-    while running := [number for number, rank in enumerate(ranks) if rank.poll() is None]:
-        time.sleep(LOOK_S)
-        now, failed = time.monotonic(), [(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]
+    while True:
+        now, codes = time.monotonic(), dict(enumerate(rank.poll() for rank in ranks))
+        failed = [(number, code) for number, code in codes.items() if code]
         if failed and first is None:
             # Of those that we find together, who was killed or has left on purpose has brought down who complains.
             first, failed_at = min(failed, key=lambda each: each[1] in COMPLAINS), now
+        running = [number for number, code in codes.items() if code is None]
+        if not running or now - failed_at > LAST_WORDS_S:
+            break
         if stop() and told_at == math.inf:
             told_at = now
-            if stop.heard[0][0] == signal.SIGINT:
-                # A terminal has put ^C next to the bar.
-                say(f"{chr(10) * sys.stderr.isatty()}stopping; Ctrl-C again to give up without saving")
-            for number in running:
-                ranks[number].send_signal(signal.SIGTERM)
+            _tell([ranks[number] for number in running], stop)
         if _is_given_up(stop, now - told_at):
             say(f"gave up on rank{'s' * (len(running) > 1)} {', '.join(map(str, running))}")
             first = running[0], NOT_SAVED
             break
-        if now - failed_at > LAST_WORDS_S:
-            break
+        time.sleep(LOOK_S)
     return 0 if first is None else _said(*first, was_told=told_at < math.inf)
+
+
+def _tell(ranks: Sequence[subprocess.Popen[bytes]], stop: Stop) -> None:
+    """Ask ranks to save and leave."""
+    if stop.heard[0][0] == signal.SIGINT:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the terminal has put ^C next to the bar
+        say("stopping; Ctrl-C again to give up without saving")
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
 
 
 def _is_given_up(stop: Stop, seconds: float) -> bool:

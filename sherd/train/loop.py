@@ -92,11 +92,7 @@ class Trainer:
         return statistics.median(self._latest)
 
     def resume(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Take the state of the newest undamaged checkpoint, `checkpoint` if it is that, and return it.
-
-        Raises:
-            InputError: there is none, or it is of another model.
-        """
+        """Take the state of the newest undamaged checkpoint, `checkpoint` if it is that, and return it."""
         found = load(checkpoint, self.model, self.optimizer)
         self.done = found.step
         return found
@@ -195,8 +191,8 @@ def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: R
     done = resumed.step if resumed else 0
     report.write("start", step=done, ranks=axes.num_ranks, config=config.tree(), text=corpus.digest)
     mesh = "" if axes == Axes(dp=axes.num_ranks) else f", {axes}"
-    device = trainer.passes.device
-    report.say(f"model  {num_parameters:,} parameters, sharded over {axes.in_words}{mesh} on {device}")
+    over = f"{axes.in_words}{mesh} on {trainer.passes.device}"
+    report.say(f"model  {num_parameters:,} parameters, sharded over {over}")
     report.say(
         f"text   {corpus.num_documents:,} documents in {corpus.source}: {len(corpus.train):,} bytes "
         f"to train on, {len(corpus.held_out):,} held out"
@@ -215,11 +211,8 @@ def train(
 ) -> bool:
     """Do the steps that are left, saving and judging on the way. Returns False if it was stopped before the last.
 
-    Step number `trace`, 0 for the third from here, is recorded in `out`.
-
-    Raises:
-        InputError: the loss or its gradient is no longer finite.
-        NotSaved: a checkpoint could not be written.
+    Step number `trace`, 0 for the third from here, is recorded in `out`. Raises InputError if the loss or its gradient
+    is no longer finite, and NotSaved if a checkpoint could not be written.
     """
     begun, every = trainer.done, trainer.config.every
     if trace == 0:

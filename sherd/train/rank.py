@@ -38,10 +38,7 @@ ONE_FOLDER = "--out must be one folder that all machines share"
 
 
 def be_rank(configure: Callable[[], Start], stop: Stop) -> NoReturn:
-    """One of the ranks a launcher started, here or on another machine: agree with the others, train, and leave.
-
-    `configure` reads the words of the command, and raises InputError.
-    """
+    """Be one of the ranks of a launcher: agree with the others, train, and leave. `configure` may raise InputError."""
     leave(_code(configure, stop))
 
 

@@ -44,8 +44,7 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()  # all ranks are here: `together` saw to it
         raise
     except RuntimeError as error:
-        named = lost_touch(error)
-        if named is None:
+        if (named := lost_touch(error)) is None:
             raise
         raise named from error
     dist.destroy_process_group()

@@ -206,7 +206,7 @@ def test_bad_words_are_refused_in_one_line(capsys):
 
 
 def test_ranks_that_leave_no_word_are_a_failure(capsys, monkeypatch):
-    def started(num_ranks, module, words):
+    def started(num_ranks, words):
         folder = words[words.index("--into") + 1]
         with open(f"{folder}/0.json", "w") as file:
             json.dump([vars(GOOD)], file)

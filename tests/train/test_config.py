@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 from sherd.api.blocks import WRAPPINGS
 from sherd.api.placements import PRESETS
@@ -15,8 +16,10 @@ from tests.support.refusals import one_line
 refused = partial(one_line, InputError)
 
 
-def test_a_config_has_at_most_30_fields():
+def test_the_trainer_has_at_most_30_fields_and_fewer_than_2800_lines():
     assert len(fields(Config)) <= 30
+    files = Path(configs.__file__).parent.glob("*.py")
+    assert sum(len(file.read_text().splitlines()) for file in files) < 2800
 
 
 def test_later_trees_change_what_earlier_ones_and_the_defaults_said_and_leave_the_rest():
