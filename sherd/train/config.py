@@ -205,7 +205,7 @@ def _hint(name: str) -> str:
     last = name.rpartition(".")[2].replace("-", "_")
     if last in RECIPES:
         return f"a program of your own has it: docs/recipes/{RECIPES[last]}.md"
-    near = difflib.get_close_matches(last, FIELDS, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(last, FIELDS, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else "known are " + ", ".join(FIELDS)
 
 
