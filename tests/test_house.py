@@ -58,7 +58,7 @@ FIGURES = {
     "lines of the plug-ins": (3393, 3400),
     "lines of the adapters": (1614, 1500),
     "lines of the tools": (13234, 12000),
-    "lines of the trainer": (5249, 4600),
+    "lines of the trainer": (5132, 4600),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),
     "files of a walk: save": (24, 25),

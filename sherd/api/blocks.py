@@ -67,7 +67,7 @@ def numel_of(modules: list[nn.Module]) -> int:
 # Units
 
 Wrapping: TypeAlias = Literal["auto", "pairs", "parts", "ends"]
-"""A word for the units of a model, of plans and of `shard.wrapping`:
+"""A word for the units of a model, of plans and of `sherd train`:
 
 auto    the units that the model describes, or else the blocks that it repeats
 pairs   as auto, but two successive blocks are one unit: half as many collectives, of twice the bytes

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from sherd.api.blocks import Wrapping
 from sherd.errors import InputError
 from sherd.tools.plan.axes import ModelLayout, ParallelModel
 from sherd.tools.plan.reading import own_or_usual_loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 import math
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from sherd.errors import InputError
+from sherd.errors import InputError, did_you_mean
 
 __all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml", "whole_number"]
 
@@ -173,11 +172,7 @@ class Config:
         Raises:
             InputError: an unknown field, a value of the wrong type, or one out of its limits.
         """
-        values: dict[str, Any] = {}
-        for tree in trees:
-            for name, value in tree.items():
-                values[name] = _checked(name, value)
-        return Config(**values)
+        return Config(**{name: _checked(name, value) for tree in trees for name, value in tree.items()})
 
 
 FIELDS = {each.name: each for each in dataclasses.fields(Config)}
@@ -205,8 +200,7 @@ def _hint(name: str) -> str:
     last = name.rpartition(".")[2].replace("-", "_")
     if last in RECIPES:
         return f"a program of your own has it: docs/recipes/{RECIPES[last]}.md"
-    near = difflib.get_close_matches(last, FIELDS, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else "known are " + ", ".join(FIELDS)
+    return did_you_mean(last, FIELDS, "known are " + ", ".join(FIELDS))
 
 
 # Where the values come from

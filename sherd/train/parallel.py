@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from sherd import CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, SherdError, auto_shard
-from sherd.api.blocks import evenly_spread
+from sherd.api.auto_shard import described, shard_units
+from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
 from sherd.train.config import Config, InputError
 from sherd.train.mesh import RankGrid
@@ -57,8 +58,13 @@ def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -
     if grid.tp is not None:
         cut_tensors(model, grid.tp)
     run_as_asked(model.blocks, config)
+    options, blocks = {"mesh": grid.data, **_options(config)}, repeated_blocks(model).values()
     try:
-        return auto_shard(model, mesh=grid.data, **_options(config))
+        if config.wrapping == "auto":
+            return auto_shard(model, **options)
+        # Larger or smaller units than blocks, as plans have them.
+        units = rewrapped(model, described(model, options), blocks, cast(Wrapping, config.wrapping))
+        return shard_units(model, units, options)
     except SherdError as error:
         raise InputError(f"this model or mesh cannot be sharded so: {' '.join(str(error).split())}") from error
 
@@ -69,7 +75,6 @@ def _options(config: Config) -> dict[str, Any]:
     if config.precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return {
-        "policy": config.wrapping,
         "placements": None if config.strategy == "auto" else config.strategy,
         "placement": {"shard": None, "flat": Flat(), "whole": Owned()}[config.placement],
         "reshard_after_forward": None if config.reshard else False,
