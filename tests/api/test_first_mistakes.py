@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sherd
+from sherd._torch import imagined_ranks
 from sherd.comm.mesh import data_mesh
 from sherd.engine.moves import weights
 from sherd.errors import CommError, MeshError, ModuleError, PolicyError, PolicyTypeError
@@ -275,3 +277,18 @@ def test_models_that_ranks_build_with_different_seeds_are_told_of_in_the_log():
                 model(torch.ones(2, 6)).sum().backward()
             assert len(said) == bool(expected and seed != 7 and dist.get_rank() == 0), (name, said)
             assert not said or expected in said[0], (name, said)
+
+
+def test_imagined_ranks_whose_gathers_bring_nothing_are_not_told_of_seeds(caplog):
+    with imagined_ranks(2):
+        model = sherd.fully_shard(net())
+        model(torch.ones(2, 6)).sum().backward()
+    assert "ranks have built" not in caplog.text
+
+
+def test_fake_tensors_are_sharded():
+    with imagined_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode():
+            model = sherd.fully_shard(net(), mesh=mesh)
+        assert [tuple(each.to_local().shape) for each in model.parameters()] == [(4, 6), (4,), (2, 8), (2,)]

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd._torch import imagined_ranks, set_timeout
+from sherd._torch import imagined_ranks
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
@@ -33,6 +33,7 @@ from sherd.tools.doctor.flight import judged, read
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import comm_errors, joined, sharded, step, wrapped
 from tests.support.ranks import RanksFailed
+from tests.support.versions import set_group_timeout
 
 TIMEOUT_S = 4.0
 
@@ -114,7 +115,11 @@ def _write_into(folder: str) -> None:
     board = board_of(world) if isinstance(world, dist.ProcessGroup) else None
     assert board is not None, "ranks of a pool have a store"
     board.recorder._folder = folder
-    board.recorder._written = ""  # what an earlier test had written
+    # What an earlier test had written, and the numbers in which its ranks had parted.
+    board.recorder._written = ""
+    for log in board.recorder.logs():
+        log.started.clear()
+        log._numbers = itertools.count(1)
 
 
 @pytest.mark.parametrize("make", [sharded, wrapped])
@@ -163,7 +168,7 @@ def wait_for_the_reader() -> None:
 
 def does_not_come(tell: Callable[[Any], None], folder: str, transport: str, how: str, divergence: str) -> str:
     os.environ[FOLDER] = folder
-    set_timeout(timedelta(seconds=TIMEOUT_S if how != "dies" else 600))
+    set_group_timeout(timedelta(seconds=TIMEOUT_S if how != "dies" else 600))
     model = sharded(transport, divergence)
     for _ in range(4):
         step(model)
@@ -236,7 +241,7 @@ def test_a_rank_in_a_collective_of_the_users_own_is_named_with_that_line(tmp_pat
 def two_axes_stuck(tell: Callable[[Any], None], folder: str) -> str:
     """Of two by two ranks, with a unit on the second axis alone, the last one does not come."""
     os.environ[FOLDER] = folder
-    set_timeout(timedelta(seconds=TIMEOUT_S))
+    set_group_timeout(timedelta(seconds=TIMEOUT_S))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model, other = sharded(mesh=mesh), sharded(mesh=mesh["shards"])
     for _ in range(3):

@@ -72,7 +72,7 @@ def make_unit(
     constructions[unit] = construction = Construction(request_of)
     construction.look_after(unit, belongings.modules)
     _hide_from_dynamo()
-    meshes[tuple(mesh.mesh.mesh.flatten().tolist())] = mesh
+    meshes.setdefault(id(mesh), mesh)
     registrations.install()
     watcher.install()
     watcher.sharded_again()

@@ -19,6 +19,7 @@ from itertools import cycle
 from operator import attrgetter, methodcaller
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sherd._torch import increment_versions, set_grad_dtype, set_versions, storage_uses, will_get_gradient
@@ -536,6 +537,10 @@ class Weights(Position, saved.StorageOwner):
 
     def _tell_of_seeds(self, unsharded: UnshardedBuffer) -> None:
         """Log, once in a process, that ranks have cut different weights into one model."""
+        mesh = self.group.mesh
+        brings_values = self._transport is mesh.shard_transport and mesh.shard_group is not None
+        if not brings_values or dist.get_backend(mesh.shard_group) == "fake":
+            return  # nothing is sent, or a user's collective, which may round
         pairs = zip(self.group.parameters, unsharded.parameters, strict=True)
         other = [record.name for record, parameter in pairs if record.began_otherwise(local_part(parameter))]
         if other and not _told:

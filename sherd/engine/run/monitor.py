@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Protocol
 
 import torch.distributed as dist
@@ -107,21 +108,11 @@ def monitors_of(units: Sequence[Unit]) -> dict[int, CollectiveMonitor]:
 
 
 def _announced(groups: Groups, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
-    of_groups = [
-        group if isinstance(group, Sequence) else dist.get_process_group_ranks(group or default_group())
-        for group in groups
-    ]
-    together, num_ranks = {rank for ranks in of_groups for rank in ranks}, math.prod(map(len, of_groups))
-    if num_ranks == 1:
+    every = [group if isinstance(group, Sequence) else group or default_group() for group in groups]
+    of_groups = [each if isinstance(each, Sequence) else dist.get_process_group_ranks(each) for each in every]
+    if math.prod(map(len, of_groups)) == 1:
         return nullcontext()
-    # Monitors live as long as their groups. Meshes go with their models, on each rank at another moment, so they are
-    # asked only before the first model is sealed.
-    monitor = _known_monitor(num_ranks, together)
-    if monitor is None:
-        found = (mesh for ranks, mesh in list(meshes.items()) if len(ranks) == num_ranks and together <= {*ranks})
-        mesh = next(found, None)
-        with contextlib.suppress(MeshError):  # of a model that is gone, whose groups are destroyed
-            monitor = None if mesh is None else _monitor_of(mesh)
+    monitor = _monitor_over([each for each in every if not isinstance(each, Sequence)], of_groups)
     return nullcontext() if monitor is None else monitor.calls(what, purpose, is_rare)
 
 
@@ -166,18 +157,30 @@ def _monitor_of(mesh: DataMesh) -> CollectiveMonitor | None:
     return known[key]
 
 
-def _known_monitor(num_ranks: int, together: set[int]) -> CollectiveMonitor | None:
-    """Returns the monitor of `num_ranks` ranks, all of `together` among them, that was asked for last, if there is one.
+def _monitor_over(groups: Sequence[dist.ProcessGroup], of_groups: Sequence[Sequence[int]]) -> CollectiveMonitor | None:
+    """Returns the monitor for a collective over `groups`, which are axes of one mesh with these ranks.
 
-    Models are sealed in one order on all ranks, so that they take the same one.
+    It is that of one of the groups, else that of a mesh which has one, else the one of the same ranks that was asked
+    for last: models are sealed in one order on all ranks. Monitors live as long as their groups. Meshes go with their
+    models, on each rank at another moment, so they are asked only before their first model is sealed.
     """
-    found = [
-        monitor
+    together, num_ranks = {rank for ranks in of_groups for rank in ranks}, math.prod(map(len, of_groups))
+
+    def fits(ranks: tuple[int, ...]) -> bool:
+        return len(ranks) == num_ranks and together <= {*ranks}
+
+    known = [
+        (parent in groups, _asked_for[monitor], monitor)
         for parent, monitors in list(_monitors.items())
         for (_, ranks), monitor in monitors.items()
-        if len(ranks) == num_ranks and together <= {*ranks} and not is_destroyed(parent)
+        if fits(ranks) and not is_destroyed(parent)
     ]
-    return max(found, key=_asked_for.__getitem__, default=None)
+    is_of_group, _, monitor = max(known, key=itemgetter(0, 1), default=(False, 0, None))
+    for mesh in () if is_of_group else list(meshes.values()):
+        if fits(_ranks_of(mesh)) and (monitor is None or {mesh.shard_group, mesh.replicate_group} & {*groups}):
+            with contextlib.suppress(MeshError):  # of a model that is gone, whose groups are destroyed
+                return _monitor_of(mesh)
+    return monitor
 
 
 def monitored(

@@ -88,8 +88,8 @@ def _nowhere() -> None:
     """Returns None, the runtime that a unit has before its first forward."""
 
 
-meshes: weakref.WeakValueDictionary[tuple[int, ...], DataMesh] = weakref.WeakValueDictionary()
-"""The meshes of units, by their ranks."""
+meshes: weakref.WeakValueDictionary[int, DataMesh] = weakref.WeakValueDictionary()
+"""The meshes of units, by their ids, in the order of their first units."""
 
 
 class Unit:
