@@ -109,6 +109,8 @@ class in_place_of_fsdp:
             names.save_fsdp_optimizer,
         ):
             self._undo.append(_import_for(function, FullyShardedDataParallel))
+        self._has_ended = False
+        _in_force.append(self)
 
     def __enter__(self) -> None:
         pass
@@ -116,8 +118,15 @@ class in_place_of_fsdp:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        # What was replaced after this one is put back before it, also if it ends later.
+        self._has_ended = True
+        while _in_force and _in_force[-1]._has_ended:
+            undo = _in_force.pop()._undo
+            while undo:
+                undo.pop()()
+
+
+_in_force: list[in_place_of_fsdp] = []
 
 
 def _replace(owner: object, name: str, value: object) -> Callable[[], None]:

@@ -42,7 +42,8 @@ class torch_fsdp_identity:
 
     def __init__(self, enabled: bool = True) -> None:
         require_bool("torch_fsdp_identity({})", enabled)
-        self._before = _identity.for_all
+        self._enabled = enabled
+        _asked.append(self)
         _identity.give_to_all(enabled)
 
     def __enter__(self) -> None:
@@ -51,7 +52,13 @@ class torch_fsdp_identity:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _identity.give_to_all(self._before)
+        if self in _asked:
+            _asked.remove(self)
+        _identity.give_to_all(_asked[-1]._enabled if _asked else False)
+
+
+_asked: list[torch_fsdp_identity] = []
+"""What was asked for and has not ended; the last one holds."""
 
 
 def lend_identity(borrower: object, classes: Iterable[type]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed import fsdp
 
 import sherd
 from sherd import FullyShardedDataParallel, fully_shard
+from sherd._torch import imagined_ranks
 from sherd.errors import PolicyTypeError
 from sherd.interop import torch_fsdp_identity
 from tests.support.ranks.forked import answer_of
@@ -130,3 +131,13 @@ def who_imports() -> tuple[set[str], set[str]]:
 
 def test_nothing_of_torchs_fsdp_is_imported_before_that():
     assert answer_of(who_imports) == (set(), {"sherd.interop.identity"})
+
+
+def test_two_that_end_in_the_order_in_which_they_began_leave_what_was_before():
+    with imagined_ranks(2):
+        model = fully_shard(Own())
+        first, second = torch_fsdp_identity(), torch_fsdp_identity()
+        first.__exit__(None, None, None)
+        assert isinstance(model, fsdp.FSDPModule), "the second one is in force"
+        second.__exit__(None, None, None)
+        assert not isinstance(model, fsdp.FSDPModule)

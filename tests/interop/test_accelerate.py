@@ -404,6 +404,18 @@ def test_accelerate_has_its_own_names_back_at_the_end():
     assert {name for name in set(sys.modules) - modules if name.startswith("sherd.interop.accelerate,")} == set()
 
 
+def test_two_that_end_in_the_order_in_which_they_began_give_the_names_back():
+    import accelerate.accelerator as names
+
+    owners = names, names.Accelerator, names.FullyShardedDataParallelPlugin
+    before = held_by(*owners)
+    first, second = in_place_of_fsdp(), in_place_of_fsdp()
+    first.__exit__(None, None, None)
+    assert before != held_by(*owners), "the second one is in force"
+    second.__exit__(None, None, None)
+    assert before == held_by(*owners)
+
+
 def recipe_of_accelerate(folder):
     os.chdir(folder)
     expected = Net()
