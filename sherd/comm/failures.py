@@ -77,7 +77,7 @@ def ranks_in_short(ranks: Sequence[int]) -> str:
     return f"{list(ranks)}" if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} of them)"
 
 
-Groups = Iterable[dist.ProcessGroup | Sequence[int] | None]
+Groups = Iterable[dist.ProcessGroup | None]
 Listener = Callable[[Groups, str, str, bool], AbstractContextManager[None]]
 
 _listeners: list[Listener] = []
@@ -92,7 +92,7 @@ def announced(groups: Groups, what: str, purpose: str = "", is_rare: bool = Fals
     """Returns a context for a collective over `groups`, axes of one mesh (None: all ranks), or one after the other.
 
     Args:
-        groups: process groups, or their ranks.
+        groups: process groups; None is the default group.
         what: the collective in words, equal on all ranks, such as "exchanges objects".
         purpose: what it is for, in words that may differ between ranks.
         is_rare: all ranks are asked each time, and not only where it comes unexpectedly.

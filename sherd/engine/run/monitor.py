@@ -108,11 +108,9 @@ def monitors_of(units: Sequence[Unit]) -> dict[int, CollectiveMonitor]:
 
 
 def _announced(groups: Groups, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
-    every = [group if isinstance(group, Sequence) else group or default_group() for group in groups]
-    of_groups = [each if isinstance(each, Sequence) else dist.get_process_group_ranks(each) for each in every]
-    if math.prod(map(len, of_groups)) == 1:
-        return nullcontext()
-    monitor = _monitor_over([each for each in every if not isinstance(each, Sequence)], of_groups)
+    own = [group or default_group() for group in groups]
+    of_groups = [dist.get_process_group_ranks(group) for group in own]
+    monitor = _monitor_over(own, of_groups) if math.prod(map(len, of_groups)) > 1 else None
     return nullcontext() if monitor is None else monitor.calls(what, purpose, is_rare)
 
 
