@@ -240,12 +240,12 @@ def test_every_module_that_documents_and_examples_import_from_is_in_the_referenc
 
 # Words
 
-NOT_YET_PLAIN = {"README.md", "CHANGELOG.md", "docs/do/train.md", "docs/do/recipes.md", "docs/look_up/config.md"}
+NOT_YET_PLAIN = {"README.md", "CHANGELOG.md", "docs/look_up/config.md"}
 
 
 def old_words_of(document):
     """Those in its prose. A decision keeps its title, which other pages name in links."""
-    if name_of(document) in NOT_YET_PLAIN or document.parent.name == "recipes":
+    if name_of(document) in NOT_YET_PLAIN:
         return
     text = re.sub(r"\[[^\]]*\]\(\d{3}-[^)]*\)|\]\([^)]*\)", "", prose(document))
     yield from old_words(text.partition("\n")[2] if document.parent.name == "decisions" else text)
