@@ -24,6 +24,7 @@ from sherd.layout.plan import Wanted, plan
 from sherd.train.config import FIELDS
 from tests.layout.drawing import drawn
 from tests.support.ranks import forked
+from tests.support.words import old_words
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -235,6 +236,29 @@ def test_every_module_that_documents_and_examples_import_from_is_in_the_referenc
     }
     assert {"sherd", "sherd.wrap"} <= imported <= described
     assert all(importlib.import_module(module).__all__ for module in described if not is_adapter(module))
+
+
+# Words
+
+NOT_YET_PLAIN = {"README.md", "CHANGELOG.md", "docs/look_up/config.md"}
+
+
+def old_words_of(document):
+    """Those in its prose. A decision keeps its title, which other pages name in links."""
+    if name_of(document) in NOT_YET_PLAIN:
+        return
+    text = re.sub(r"\[[^\]]*\]\(\d{3}-[^)]*\)|\]\([^)]*\)", "", prose(document))
+    yield from old_words(text.partition("\n")[2] if document.parent.name == "decisions" else text)
+
+
+def test_documents_are_written_in_plain_words():
+    assert in_documents(old_words_of) == {}
+
+
+def test_an_old_word_is_named_with_what_to_write_instead():
+    assert list(old_words("`whole`, dearest, waits for\never.")) == [
+        "...`code`, dearest, waits for ever....: for 'for ever' write: forever"
+    ]
 
 
 # Drawings
