@@ -47,7 +47,6 @@ class Member:
 
     @property
     def spec(self) -> DTensorSpec | None:
-        """The layout of the shard over the ranks, or None for a plain parameter."""
         return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
 
 
@@ -55,8 +54,8 @@ class Member:
 class OptimizerEntry:
     """One parameter of an optimizer, and the parameters of the model in it: one, or the members of a flat parameter.
 
-    `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members lie in this
-    rank's vector, and `unsharded_span` where they lie in the gathered vector.
+    `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members are in this
+    rank's vector, and `unsharded_span` where they are in the gathered vector.
     """
 
     path: str
@@ -67,7 +66,6 @@ class OptimizerEntry:
 
     @property
     def names(self) -> list[str]:
-        """The names of the members."""
         return [member.name for member in self.members]
 
     @property
@@ -77,7 +75,6 @@ class OptimizerEntry:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part of the parameter."""
         return local_part(self.parameter).shape
 
 
@@ -86,7 +83,7 @@ Groups = list[list[OptimizerEntry]]
 
 
 class Catalog:
-    """All parameters of a model, in the model's order, each under its first name there.
+    """All parameters of a model, in the model's order, each under its first name in the model.
 
     The model may consist of several modules, as the stages of a pipeline are.
     """
@@ -117,7 +114,6 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """The names of all parameters."""
         return [name for entry in self.entries for name in entry.names]
 
     def at(self, path: str) -> OptimizerEntry | None:
@@ -177,7 +173,7 @@ class Catalog:
                     raise OptimStateError(
                         f"parameter {index} in group {at} of {source} is a tensor of shape {tuple(parameter.shape)} "
                         "that is no parameter of the model; pass the model that the optimizer was built from, or build "
-                        "the optimizer anew from model.parameters()"
+                        "the optimizer again from model.parameters()"
                     )
                 entries[-1].append(entry)
         return entries
@@ -281,7 +277,6 @@ class ModelTensors:
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers: shards, and plain tensors."""
         shards = {name: record.shard for name, record in self.records.items()}
         return {**self._parameters, **shards, **self.buffers}  # type: ignore[dict-item]  # no record is left
 
@@ -309,7 +304,6 @@ class ModelTensors:
             Runtime.agree_on_call(replicated, call, (), with_values=True)
 
     def take(self, values: Named) -> None:
-        """Copy `values` into the tensors of these names."""
         self.before_writing()
         put(self.by_name, values)
         self.after_writing()

@@ -48,7 +48,6 @@ class Full:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -186,7 +185,7 @@ class _Bucket:
 
     @property
     def ends_in_place(self) -> bool:
-        """True if the last tensor lies where it was gathered.
+        """True if the last tensor is a view of where it was gathered.
 
         While a reader holds that tensor, the bucket after the next cannot use this bucket's memory.
         """
@@ -195,7 +194,6 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take memory, and start the collectives."""
         self._give_memory(self._in_place)
         rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
         for gathering in self._gatherings:
@@ -227,7 +225,6 @@ class _Bucket:
                 self._whole[name] = full_of(tensor).to(dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors by name."""
         for name, (tensor, dtype) in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)
@@ -248,7 +245,7 @@ class _Bucket:
 # Files
 
 Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
-"""Turns a tensor of the model, given its name, into the tensors that files have of it, by their names there."""
+"""Turns a tensor of the model, given its name, into the tensors that files have of it, by their names in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +257,6 @@ class TensorSource:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the results."""
         return sum(result.nbytes for result in self.results.values())
 
 

@@ -34,9 +34,9 @@ _ALONE_BYTES = 1 << 20
 
 
 class Memory:
-    """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
+    """The memory that parameters are gathered into. Each tensor belongs to its holder.
 
-    In host memory a buffer is used again once nobody holds a tensor in it: to map memory anew takes as long as to fill
+    In host memory a buffer is used again once no tensor in it is alive: to map new memory takes as long as to fill
     it. A buffer has `usual_bytes`, or more if it must, or a power of two of bytes if that is less.
     """
 
@@ -90,7 +90,6 @@ class Line:
 
     @property
     def destination(self) -> torch.Tensor:
-        """The unsharded buffer."""
         assert self.unsharded is not None, "memory was given"
         return self.unsharded
 
@@ -105,7 +104,6 @@ class Line:
         return self.goes_onto or self.packing.direct
 
     def held(self) -> list[Extent]:
-        """Returns the extent of each shard in this rank's part."""
         return [slot.held(self.mesh.piece) for slot in self.packing.slots]
 
     def shards(self) -> list[torch.Tensor]:
@@ -182,7 +180,7 @@ class Gathering:
 
 
 class _Onto:
-    """Several lines gathered as one: a rank's parts of the lines, one behind the other."""
+    """Several lines gathered as one: a rank's parts of the lines, one after the other."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
@@ -195,7 +193,6 @@ class _Onto:
         return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
 
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
-        """Copy a rank's part to the places of its elements in the unsharded buffers."""
         start = 0
         for line, copy in zip(self._lines, self._copies, strict=True):
             size = line.packing.shard_numels[rank]
@@ -216,9 +213,9 @@ def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, S
 
 
 def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
-    """Returns what this rank sends: `piece`, a part of the rows, filled with shards, or the shards where they lie."""
+    """Returns what this rank sends: `piece`, a part of the rows, filled with shards, or the shards' own memory."""
     shards, extents = line.shards(), line.held()
-    sent = _as_they_lie(shards, extents, piece)
+    sent = _in_place(shards, extents, piece)
     if sent is not None:
         return sent
     places = [piece[extent.start : extent.stop] for extent in extents]
@@ -230,8 +227,8 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     return piece
 
 
-def _as_they_lie(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent, else None."""
+def _in_place(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
+    """Returns the memory of `shards` as a tensor like `piece`, if each shard is at its extent in it, else None."""
     filled = [(shard, extent) for shard, extent in zip(shards, extents, strict=True) if extent.numel]
     if not filled:
         return None

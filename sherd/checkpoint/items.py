@@ -126,14 +126,12 @@ class ModuleItem(Item):
         self.models = self._tensors = [ModelTensors(module) for module in modules]
 
     def aliases(self) -> dict[str, str]:
-        """Returns the other names of tied parameters."""
         return {self._named(a): self._named(b) for module in self._tensors for a, b in module.aliases.items()}
 
     def _named(self, name: str) -> str:
         return f"{self.name}/{without_wrappers(name)}"
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Add parameters and buffers by their names in the model."""
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
         return {"kind": self.kind, **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
@@ -166,7 +164,7 @@ class ModuleItem(Item):
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
-        """Fill parameters and buffers where they lie."""
+        """Fill parameters and buffers in place."""
         for module in self._tensors:
             module.before_writing()
         for name, tensor in self._add_own(Tensors(), "sherd.load").items():
@@ -193,7 +191,6 @@ class OptimizerItem(Item):
         return Catalog(*self._modules)
 
     def needs_comparison(self) -> bool:
-        """Returns True if the optimizer has plain tensors that may be parts of sharded ones."""
         return needs_comparison(self._catalog, self._optimizer)
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
@@ -213,7 +210,7 @@ class OptimizerItem(Item):
         by_parameter: Json = {}
         for name, of_parameter in state["state"].items():
             plain = without_wrappers(name)
-            if not isinstance(of_parameter, dict):  # some keep a number of their own beside the parameters' state
+            if not isinstance(of_parameter, dict):  # some keep a number of their own next to the parameters' state
                 by_parameter[plain] = encoded(of_parameter, f"{self.name}/{plain}", tensors.keep)
                 continue
             by_parameter[plain] = {
@@ -244,7 +241,7 @@ class OptimizerItem(Item):
         return next((entry for entry in self._catalog.all_entries if name in entry.names), None)
 
     def _layout_of(self, name: str) -> str:
-        """Returns how this rank's part of a parameter lies, in words."""
+        """Returns the layout of this rank's part of a parameter, in words."""
         entry = self._entry_of(name)
         return "" if entry is None or entry.spec is None else f"{entry.spec.placements} {tuple(entry.local_shape)}"
 
@@ -331,12 +328,10 @@ class OptimizerItem(Item):
 
 
 def numbers_of(group: dict[str, Json]) -> dict[str, Json]:
-    """Returns the options of a group that are numbers."""
     return {key: value for key, value in group.items() if type(value) in (bool, int, float)}
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a value of a state with its tensors on `device`."""
     if type(value) is dict:
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, torch.Tensor):
@@ -345,14 +340,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class StateItem(Item):
-    """The state of an object with `state_dict` and `load_state_dict`."""
-
     def __init__(self, name: str, stateful: Stateful) -> None:
         super().__init__(name, "state")
         self._stateful = stateful
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Returns the state dict. The name of a tensor is its path there."""
+        """Returns the state dict. The name of a tensor is its path in the state dict."""
         return {"kind": self.kind, "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
 
     @torch.no_grad()
@@ -374,14 +367,12 @@ class StateItem(Item):
 
 
 class ValueItem(Item):
-    """Numbers, texts, lists, dicts and tensors."""
-
     def __init__(self, name: str, value: object) -> None:
         super().__init__(name, "value")
         self._value = value
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Returns the value. The name of a tensor is its path there."""
+        """Returns the value. The name of a tensor is its path in the value."""
         return {"kind": self.kind, "value": encoded(self._value, self.name, tensors.keep)}
 
     def load(self, source: Opened, most_bytes: int) -> object:
@@ -418,13 +409,12 @@ def items_of(values: Mapping[str, object], strict: bool = True) -> list[Item]:
 
 
 def _modules_of(value: object) -> list[nn.Module]:
-    """Returns `value` as modules: itself without DDP's wrapper, or a list's elements if all of them are modules."""
     if isinstance(value, nn.Module):
         value = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
         fsdp = sys.modules.get("torch.distributed.fsdp")  # which is not imported for this
         fsdp1 = f"{fsdp.__name__}.fully_sharded" if fsdp is not None else ""
         if fsdp1 and any(type(module).__module__.startswith(fsdp1) for module in value.modules()):
-            # Each rank has other parameters of one name there.
+            # Each rank has other parameters of one name in its model.
             raise CheckpointError(
                 "torch's FullyShardedDataParallel shards this module: save it by torch.distributed.checkpoint, which "
                 "`sherd convert` reads, or wrap it with sherd.FullyShardedDataParallel"
@@ -449,7 +439,6 @@ def _why_unfit(name: str, stored: Entry, tensor: torch.Tensor) -> str:
 
 
 def fill(source: Opened, name: str, tensor: torch.Tensor, most_bytes: int) -> None:
-    """Fill this rank's part of `tensor` from the tensor `name` of `source`."""
     for box, part in pieces_here(name, tensor):
         read_into(source, name, box, part, most_bytes)
 
@@ -469,7 +458,6 @@ def random_state() -> dict[str, object]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Give this process's generators what `random_state` returned. Raises CheckpointError if it has another form."""
     try:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])

@@ -1,6 +1,6 @@
 """The interface of a transport, which moves the bytes of one process group, and transports of torch's own calls.
 
-A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
+A transport moves 1-D buffers laid out rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
 equally long. `rows` has all parts side by side, `shard_buffer` is this rank's own part:
 
     sizes (3, 2)     rows | 0 0 0 | 1 1 |     shard_buffer on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
@@ -25,15 +25,13 @@ CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
 InPieces = torch.Tensor | Sequence[torch.Tensor]
-"""A 1-D buffer, or its pieces, one behind the other."""
+"""A 1-D buffer, or its pieces, one after the other."""
 
 
 class Pending(Protocol):
     """A collective under way, such as torch's `Work`."""
 
-    def wait(self) -> object:
-        """Return once the results are there."""
-        ...
+    def wait(self) -> object: ...
 
 
 class _Several:
@@ -89,7 +87,7 @@ class Transport(ABC):
     def all_gather_onto(
         self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies.
+        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it is.
 
         That happens on the caller's thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as
         the call has returned.
@@ -139,22 +137,18 @@ class Sizes(tuple[int, ...]):
 
     @cached_property
     def are_even(self) -> bool:
-        """Whether all sizes are equal."""
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
-        """Returns the sizes of neighbouring `parts`."""
         return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
 
     def together(self, number: int) -> Sizes:
-        """Returns the sizes of larger parts, of `number` neighbouring parts each."""
         if number == 1:
             return self
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
 
 
 def are_even(sizes: Sequence[int]) -> bool:
-    """Returns whether all sizes are equal."""
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
@@ -164,17 +158,14 @@ class NoTransport(Transport):
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Leave `rows` as they are."""
         return None
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Leave `shard_buffer` as it is."""
         return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Leave `tensor` as it is."""
         return None
 
 
@@ -264,7 +255,7 @@ class SingleCalls(Transport):
     def _called(
         self, call: Callable[..., Pending | None], *args: object, what: tuple[str, int], async_op: bool = True
     ) -> Pending | None:
-        """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` the wait is here."""
+        """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` it waits."""
         try:
             pending = call(*args)
             if pending is not None and not async_op:
@@ -285,7 +276,6 @@ class CoalescedCalls(SingleCalls):
     def all_gather_each(
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
-        """Gather by one coalesced call."""
         what = "all-gather of {:,} tensors at once", len(targets)
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
 

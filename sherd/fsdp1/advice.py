@@ -90,7 +90,6 @@ def of_old_name(old: str, new: str) -> None:
 
 
 def of_optim_input(optim_input: object) -> None:
-    """Warn of the argument `optim_input`, if given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
 
@@ -99,7 +98,7 @@ def of_empty_state(optim: Optimizer) -> None:
     """Warn that an optimizer that keeps state is given none."""
     if any(group.get("momentum", True) for group in optim.param_groups):  # SGD without momentum keeps none
         _warn(
-            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} begins anew. A state "
+            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} starts over. A state "
             "that torch.distributed.checkpoint is to fill must be of an optimizer that has stepped once"
         )
 

@@ -89,7 +89,7 @@ class Participant(Protocol):
         """How long the rank has been in a collective that may not end by itself; 0 outside of one."""
 
     def answer(self, position: Progress) -> Answer | None:
-        """Returns the answer to a rank that stands at `position`; None while this rank has not come there.
+        """Returns the answer to a rank that stands at `position`; None while this rank has not reached it.
 
         Raises LookupError if all ranks have passed a comparison since.
         """
@@ -105,7 +105,6 @@ class Query:
         self._store, self._key, self._heard_within_s = store, str(number), heard_within_s
 
     def answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
-        """Returns the answers of `ranks` so far, by rank."""
         keys = {rank: f"{self._key}/answer/{rank}" for rank in ranks}
         return {rank: _answer_in(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
@@ -159,7 +158,6 @@ class Board:
         return group is None or is_destroyed(group) or not (self._has_store or self.watchdog.is_on)
 
     def join(self, participant: Participant) -> None:
-        """Answer for `participant` from now on, as long as it exists."""
         self._participants[participant.key] = participant
 
     def ask(self, key: str, position: Progress) -> Query | None:
@@ -179,7 +177,7 @@ class Board:
         try:
             if self._has_store:
                 self._look_at_store()
-        except RuntimeError:  # the store ends with its process, which may be rank 0's: nobody is left to ask
+        except RuntimeError:  # the store ends with its process, which may be rank 0's: no store is left to ask
             self._has_store = False
         self.watchdog.look(self._has_store)
 

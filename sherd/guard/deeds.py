@@ -133,7 +133,6 @@ class Deeds:
                 self._units[unit_id].compared.doubt_replicas()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Note that `optimizer` has stepped."""
         if (steps := self._optimizers.get(optimizer)) is not None and steps.leave() and steps.names:
             steps.end(optimizer)
 
@@ -173,7 +172,6 @@ class _Steps:
         return was == 1
 
     def forget_calls(self) -> None:
-        """Forget calls of `step` that are under way."""
         self._depth = 0
 
     def find(self, optimizer: Optimizer, units: Mapping[int, Unit]) -> None:
@@ -208,7 +206,6 @@ class _Steps:
         return doubts
 
     def end(self, optimizer: Optimizer) -> None:
-        """End a step."""
         self._groups, self._num_entries = optimizer.param_groups, self._num_entries_of(optimizer)
         if (now := self._options_of(optimizer)) != self._options:
             for key in [key for key, value in self._options.items() if now.get(key) != value]:
@@ -268,12 +265,12 @@ def _plain(value: object) -> object:
 
 
 def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]:
-    """Returns the names of parameters whose pieces, of themselves or of their gradients, hold an inf or a nan."""
+    """Returns the names of parameters whose shards, of themselves or of their gradients, hold an inf or a nan."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, piece in pieces:
         if piece.numel():  # an empty tensor has no largest element
             by_device.setdefault(piece.device, []).append(piece)
-    # One norm for all pieces of a device, so that the host waits once per device where all are finite.
+    # One norm for all shards of a device, so that the host waits once per device where all are finite.
     norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
     if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
         return []

@@ -58,7 +58,7 @@ class Cut:
     def __post_init__(self) -> None:
         assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
         assert self.first + len(self.ends) <= self.num_ranks, (
-            f"pieces of shape {self.shape} go to ranks that are not there"
+            f"pieces of shape {self.shape} go to ranks that do not exist"
         )
         assert self.ends[-1] == self.view[1], (
             f"pieces of shape {self.shape} end at {self.ends[-1]}, not at its last element"
@@ -67,7 +67,6 @@ class Cut:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return prod(self.shape)
 
     @cached_property
@@ -82,7 +81,6 @@ class Cut:
         return range(self.first, self.first + len(self.ends))
 
     def piece(self, rank: int) -> Extent:
-        """Returns the rows that `rank` holds."""
         at = rank - self.first
         if not 0 <= at < len(self.ends):
             return Extent(0 if at < 0 else self.view[1], 0)
@@ -91,14 +89,12 @@ class Cut:
 
     @cached_property
     def rows(self) -> tuple[Extent, ...]:
-        """The rows that each rank holds."""
         pieces = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
         num_behind = self.num_ranks - self.first - len(self.ends)
         return (*[Extent(0, 0)] * self.first, *pieces, *[Extent(self.view[1], 0)] * num_behind)
 
     @cached_property
     def slot(self) -> int:
-        """Elements of each rank's piece in a buffer, with padding."""
         outer, _, inner = self.view
         return outer * self._most * inner
 
@@ -119,22 +115,19 @@ class Cut:
 
     @cached_property
     def num_holders(self) -> int:
-        """The number of ranks that hold elements."""
         return sum(self.local_numel(rank) > 0 for rank in range(self.num_ranks))
 
     def local_shape(self, rank: int) -> Shape:
-        """Returns the shape of `rank`'s piece."""
         assert self.dim is not None, "Shard cuts a dimension"
         return (*self.shape[: self.dim], self.piece(rank).numel, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Returns the number of elements that `rank` holds."""
         outer, _, inner = self.view
         return outer * self.piece(rank).numel * inner
 
 
 class Copies(Cut):
-    """One row, the whole tensor, which every rank holds."""
+    """One row, the full tensor, which every rank holds."""
 
     in_order = True
 
@@ -149,11 +142,9 @@ class Copies(Cut):
         return (Extent(0, 1),) * self.num_ranks
 
     def piece(self, rank: int) -> Extent:
-        """Returns the one row."""
         return self.rows[rank]
 
     def local_shape(self, rank: int) -> Shape:
-        """Returns the tensor's own shape."""
         return self.shape
 
 
@@ -195,8 +186,7 @@ def _cut(shape: Shape, dim: int, num_ranks: int, parts: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds the whole tensor. For scalars, which have no dimension to cut."""
+    """Every rank holds the full tensor. For scalars, which have no dimension to cut."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """Returns the cut with one copy for each rank."""
         return Copies(shape, num_ranks * parts, 0, (1,) * (num_ranks * parts))

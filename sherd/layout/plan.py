@@ -48,8 +48,6 @@ FINE = 64
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a group, and the rule by which it may be cut."""
-
     shape: Shape
     placement: RunPlacement
     name: str
@@ -86,7 +84,6 @@ def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tu
 
 
 def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:
-    """Returns an owner for each tensor."""
     heap = [(0, owner) for owner in range(num_owners)]
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
@@ -112,7 +109,7 @@ def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
 def _line_of(wanted: Sequence[Wanted], num_ranks: int) -> tuple[list[int], _Line]:
     """Returns the order of the tensors in the line, and the line."""
     grains = [each.placement.grain(each.shape, each.name) for each in wanted]
-    # Matrices come before vectors, so that tensors that optimizers treat alike lie together; then large blocks first.
+    # Matrices come before vectors, so that tensors that optimizers treat alike are neighbours; then large blocks first.
     order = sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
     return order, _Line([prod(wanted[at].shape) for at in order], [grains[at] for at in order], num_ranks)
 
@@ -123,7 +120,7 @@ Cuts = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class _Line:
-    """Aligned tensors, one behind the other. Tensor i has `numels[i]` elements, cut at multiples of `grains[i]`."""
+    """Aligned tensors, one after the other. Tensor i has `numels[i]` elements, cut at multiples of `grains[i]`."""
 
     numels: list[int]
     grains: list[int]
@@ -145,7 +142,6 @@ class _Line:
 
     @cached_property
     def aligned_grains(self) -> list[int]:
-        """Like `grains`, for cuts that are aligned."""
         return [lcm(grain, UNSHARDED_ALIGNMENT) for grain in self.grains]
 
     # Equal shares
@@ -222,7 +218,7 @@ class _Line:
         ]
 
     def _cut_at_most(self, place: int) -> int:
-        """Returns the last allowed cut up to `place`. It may lie in the gap between a tensor and the next one."""
+        """Returns the last allowed cut up to `place`. It may be in the gap between a tensor and the next one."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1

@@ -57,7 +57,6 @@ class Watch:
         self._look_at_all()
 
     def happens(self, moment: Moment) -> None:
-        """Note that `moment` is about to happen."""
         self._moment = moment
         if begins_step(moment):
             self.step.clear()
@@ -74,7 +73,6 @@ class Watch:
         return held
 
     def arrives(self, arrival: Arrival, gradient: Held) -> None:
-        """Note a gradient that autograd has made and that no unit holds yet."""
         self.happens(arrival)
         self._see(arrival.unit, together(gradient, held_by(self.units[arrival.unit])))
         self._note()
@@ -136,7 +134,7 @@ class _Steps:
             _watched[self._runtime] = tuple(self._watch.step)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
-        """Measure what `action` does beside the storages of `unit`."""
+        """Measure what `action` does besides the storages of `unit`."""
         match action:
             case do.Reduce():  # takes memory of its transport
                 sizes = (size for size in sizes_of(unit) if size.arriving and not size.lane_owns_rows)

@@ -126,11 +126,12 @@ class FlatStep(_Optimizer):
         return _Stepper(self._sherd_kind)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the optimizer's own state dict, where each shard has a count of steps of its own."""
+        """Returns the optimizer's own state dict, where each shard has its own count of steps."""
         state_dict = super().state_dict()  # the shards of a span share one count
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A copy is of the original class: the spans are views of this model's buffers.
         attributes = self._sherd_kind.__getstate__(self)
         return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
 
@@ -165,7 +166,6 @@ class _Stepper:
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step all parameters that have a gradient."""
         if not (
             self._is_current(optimizer)
             and all(span.take_gradient() for span in self.spans)
@@ -271,7 +271,7 @@ def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView
 def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
     """Returns the shards of each span: neighbours in the buffer with one `_span_key`.
 
-    A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps there.
+    A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps in it.
     """
     numbers: dict[int, object] = {}
     keyed = [(_span_key(view, state_of, numbers), view) for view in views]
@@ -340,21 +340,18 @@ class ShardView:
 
     @property
     def shard(self) -> nn.Parameter:
-        """The parameter in the user's optimizer."""
         return self.record.shard
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether the shard is empty on this rank."""
         return not self.extent.numel
 
     @property
     def is_in_buffer(self) -> bool:
-        """Returns whether the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        """Returns whether the shard is a view of the buffer. After `module.to()` it is none until the next forward."""
         return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
-        """Returns whether `gradient` has the layout of the shard."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
 
     def is_elementwise(self, key: str, value: object) -> bool:
@@ -424,7 +421,7 @@ class SteppedSpan:
     # Gradients
 
     def take_gradient(self) -> bool:
-        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if any is missing."""
+        """Give `flat` the shards' gradients, uncopied if they share one buffer. Returns False if any is missing."""
         try:
             parts = local_gradients(self.shards)
         except AttributeError:  # a gradient is None or no DTensor
@@ -444,7 +441,7 @@ class SteppedSpan:
     # State
 
     def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
-        """Make the span's state of the shards' states, uncopied if these lie in one buffer; shards get views of it.
+        """Make the span's state of the shards' states, uncopied if these share one buffer; shards get views of it.
 
         `known` has the states of shards that were in a span before, by the id of the shard.
         """
@@ -465,7 +462,6 @@ class SteppedSpan:
             self._hand_out(vectors, state_of)
 
     def shard_states(self) -> Iterator[ShardState]:
-        """Yields the state of each shard."""
         views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
         for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
             yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})

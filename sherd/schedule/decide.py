@@ -1,4 +1,4 @@
-"""The decision: a pure step from a state and an event to the next state and the actions that lead there.
+"""The decision: a pure step from a state and an event to the next state and the actions that lead to it.
 
     event             what happens
     BeforeForward     gather and await the unit, then gather the next units of the learnt order
@@ -27,7 +27,7 @@ Decision = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event) -> Decision:
-    """Returns the next state, and the actions that lead there."""
+    """Returns the next state, and the actions that lead to it."""
     turn = _Turn(state)
     match event:
         case do.BeforeForward(unit, recomputing):
@@ -226,7 +226,6 @@ class _Turn:
             self.wait(unit)
 
     def _prefetch(self, explicit: tuple[int, ...] | None, upcoming: Iterable[int], depth: int) -> None:
-        """Gather the user's list, or else the next `depth` units while they fit into `bytes_in_flight`."""
         if explicit is not None:
             for unit in explicit:
                 self.gather(unit)

@@ -169,13 +169,11 @@ class _Group:
             self._num_arrived = 0
 
     def _copy(self) -> None:
-        """Copy the gradients that wait into the rows."""
         if self._held[MemoryKind.ARRIVED]:
             self._collect(self._rows or self._sizes.gradient_rows)
             self._drop(MemoryKind.ARRIVED)
 
     def end_backward(self) -> None:
-        """Expect no further gradients of this backward."""
         self._copy()
         self._num_arrived = 0
 
@@ -208,7 +206,6 @@ class _Group:
             self._become_gradients()
 
     def _become_gradients(self) -> None:
-        """Make the sum the shards' gradients."""
         sizes = self._sizes
         if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
             self._hold(MemoryKind.GRADIENTS, self._held[MemoryKind.GRADIENTS] + sizes.gradients)
@@ -259,7 +256,6 @@ class _Ledger:
         self._moment = moment
 
     def add(self, unit: int, kind: MemoryKind, more: int) -> None:
-        """Note bytes that come, or go below 0."""
         self.changes.append(((unit, kind), more))
         self.now += more
         if self.now > self._peak:
@@ -267,7 +263,7 @@ class _Ledger:
 
     def forget_peak(self) -> None:
         """Make the bytes that are alive now the peak."""
-        # The parts are added up only when somebody asks: every unit's first gradient is a new peak.
+        # The parts are added up only on demand: every unit's first gradient is a new peak.
         self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
 
     @property

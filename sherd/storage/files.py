@@ -124,7 +124,6 @@ class Checked:
         """Block `_number`, the last block that was read in part: the next read is often of its neighbour."""
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
         while len(into):
             number, behind = divmod(start, self._block_bytes)
             size = min(self._block_bytes, self.nbytes - number * self._block_bytes)
@@ -151,7 +150,6 @@ class Checked:
             )
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -182,7 +180,7 @@ class OpenFile:
 
 
 class Opened:
-    """A whole checkpoint, open for reading. Its files are opened at their first use, and closed by `close`.
+    """A complete checkpoint, open for reading. Its files are opened at their first use, and closed by `close`.
 
     Raises:
         CheckpointError: there is no manifest, or it is damaged.
@@ -201,7 +199,6 @@ class Opened:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
         while self._files:
             self._files.popitem()[1].bytes.close()
 
@@ -242,7 +239,7 @@ class Opened:
 
 
 class OtherStep(CheckpointError):
-    """The manifest of another step than the folder's name says: somebody has renamed or copied it."""
+    """The manifest of another step than the folder's name says: the folder was renamed or copied."""
 
 
 def read_manifest(place: Place) -> Manifest:
@@ -250,7 +247,7 @@ def read_manifest(place: Place) -> Manifest:
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another step than the folder's name says (`OtherStep`).
-        StorageError: it cannot be read, and may be whole.
+        StorageError: it cannot be read, and may be intact.
     """
     try:
         with contextlib.closing(place.open(MANIFEST)) as file:
@@ -262,7 +259,7 @@ def read_manifest(place: Place) -> Manifest:
         if isinstance(error, OSError) and not says_absent(error):
             raise unreadable(f"{place}: {MANIFEST} cannot be read", error) from error
         why = "is missing" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or "ends early"
-        raise CheckpointError(f"{place} is no whole checkpoint: {MANIFEST} {why}") from None
+        raise CheckpointError(f"{place} is no complete checkpoint: {MANIFEST} {why}") from None
     manifest = parsed(bytes(raw), f"{place}/{MANIFEST}")
     step = step_of(str(place).rstrip("/").rpartition("/")[2])
     if step not in (None, manifest.step):

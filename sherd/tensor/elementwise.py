@@ -56,9 +56,9 @@ ALSO_ELEMENTWISE = (
 
 
 def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
-    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers.
+    """Compute on this rank's shard, if all operands have the same places or are one value. Else `otherwise` answers.
 
-    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its piece.
+    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its part.
     """
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
     if first is None or (kwargs and any(value is not first for value in tensors_among(kwargs.values()))):
@@ -165,7 +165,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
 
 @answers("index_fill_")
 def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_unsharded) -> object:
-    """Set the places of an index to a number. torch 2.15 sets a scalar by its mask so."""
+    """Set the places of an index to a number. torch 2.15 sets a scalar by its mask this way."""
     tensor, _, index, value = args
     if _is_of_a_scalar(tensor, index):
         return tensor.fill_(value) if index.numel() else tensor
@@ -190,7 +190,6 @@ SHARDED.answers("index_fill_")(functools.partial(filled_at, otherwise=by_torch))
 
 @answers("view_as_real")
 def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a view of this rank's run, of twice as many elements."""
     layout = layout_of(spec_of(args[0]))
     if layout.strides:
         return on_unsharded(func, args, kwargs)
@@ -294,7 +293,7 @@ FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
 @answers(*FILLERS, "bernoulli", "rand_like", "randint_like", "randn_like")
 @SHARDED.answers("random")
 def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's piece.
+    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's shard.
 
     So ranks that share a seed get the numbers of a single process, and their generators stay alike. (torch's DTensor
     draws the same numbers for every chunk on a CPU.) Replicas get the numbers of the first replica.

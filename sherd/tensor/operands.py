@@ -31,7 +31,7 @@ from sherd.tensor.table import (
 )
 
 WAYS_OUT = (
-    "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
+    "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the full tensor, or "
     ".to_local() to work with this rank's piece"
 )
 
@@ -42,7 +42,6 @@ def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
 
 
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
-    """Returns the layouts of the ragged tensors among the arguments, in order."""
     return [layout_of(spec_of(tensor)) for tensor in ragged_among(args, kwargs)]
 
 
@@ -73,7 +72,7 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
 
 
 def piece_at(value: object, places: Places) -> object:
-    """Returns this rank's operand for `value`: the piece of a tensor with these places, or the value of a scalar.
+    """Returns this rank's operand for `value`: the shard of a tensor with these places, or the value of a scalar.
 
     A value that is no tensor is its own operand. None: the elements are elsewhere.
     """
@@ -108,23 +107,22 @@ def lone_value(value: object) -> torch.Tensor | None:
 
 
 def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
-    """Returns the error for a tensor with other places than the first ragged one."""
     if isinstance(value, DTensor) and is_ragged(spec_of(value)):
         other = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
-        remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
+        remedy = "cut it in the same way first (sherd.tensor.ragged.redistribute_to)"
         if all(each.is_replicate() for each in value.placements):  # what an optimizer of matrices has reduced
             remedy = f"give an optimizer of whole matrices placement Owned(), or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
-                "a whole gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
+                "a full gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
                 f"sherd.Muon or sherd.MatrixOptimizer; for another optimizer shard with placement=Shard(0); or {remedy}"
             )
     else:
         other = f"a plain tensor of shape {tuple(value.shape)}"
-        remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
+        remedy = "cut it in the same way first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
     return PlacementError(
         f"{name_of(func)}: a ragged tensor of shape {layout.shape} ({layout}) met {other}, whose elements are on "
         f"other ranks; {remedy}, or {WAYS_OUT}"
@@ -132,7 +130,6 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
 
 
 def unknown(func: Aten, layout: Layout, why: str) -> PlacementError:
-    """Returns the error for an operation that is refused, and why."""
     return PlacementError(
         f"{name_of(func)} is not done on a tensor of shape {layout.shape} that is cut as {layout} ({why}); {WAYS_OUT}"
     )

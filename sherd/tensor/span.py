@@ -1,7 +1,7 @@
 """Spans: neighbouring shards of a buffer as one vector.
 
 shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
-spans            |    span 0    |   |    span 1   |      parameters, gradients and states lie alike
+spans            |    span 0    |   |    span 1   |      parameters, gradients and states are laid out alike
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members."""
         in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
         return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
 

@@ -1,6 +1,6 @@
 """The placement of a flat parameter on a tensor-parallel axis, where every rank has a vector of its own.
 
-axis rank 0  | up, rows 0 to 2 | norm |          the flat parameter is 1-D: the vectors one behind the other;
+axis rank 0  | up, rows 0 to 2 | norm |          the flat parameter is 1-D: the vectors one after the other;
 axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
 """
 
@@ -71,7 +71,7 @@ class VectorShard(UnevenShard):
 
 
 def counted(vectors: Mapping[int, VectorShard], run: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
-    """Returns the extents of `run`, this rank's part of the vector, that a reduction counts here. None: the whole run.
+    """Returns the extents of `run`, this rank's part of the vector, that this rank counts in reductions. None: all.
 
     They leave out elements that the first rank of an axis has too, and are counted from the start of the run.
     """

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_note_or_refused_wi
         with pytest.raises(InputError) as raised:
             newest(out)
         is_damaged = why != BREAKS["never finished"]
-        ends = "begin anew in another folder" if is_damaged else f"{why})"
+        ends = "start over in another folder" if is_damaged else f"{why})"
         assert isinstance(raised.value, saved.NoCheckpoint) is not is_damaged, how
         assert str(raised.value).endswith(ends), how
         assert why in str(raised.value), how
@@ -183,7 +183,7 @@ def test_a_single_bit_changed_is_found_and_the_older_one_taken_while_it_is_whole
         assert f"{tmp_path}/checkpoints/step-00000002" in note
         assert flip in note
         assert is_first
-        assert "holds no whole checkpoint (step " in said
+        assert "holds no complete checkpoint (step " in said
         assert "step 1: " in said
         assert said.endswith("name another --out")
 

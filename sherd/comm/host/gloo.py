@@ -130,8 +130,6 @@ def _copy_own(place: torch.Tensor, shard_buffer: torch.Tensor) -> None:
 
 
 class _Order:
-    """The calls of one group, in the order in which all its ranks make them."""
-
     def __init__(self) -> None:
         self.numbers = count(1)
         """The numbers of calls, the same on all ranks."""
@@ -146,14 +144,12 @@ class _Order:
 
 
 # One order per group, kept as long as the group lives. Two orders would give two calls the same number. An order made
-# anew on some ranks only (after a garbage collection) would give one call two numbers. An order must not hold its
+# again on some ranks only (after a garbage collection) would give one call two numbers. An order must not hold its
 # group, except through calls under way.
 _orders: WeakKeyDictionary[dist.ProcessGroup, _Order] = WeakKeyDictionary()
 
 
 class _Link:
-    """One group, as one of its ranks sees it."""
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = group.rank()
@@ -234,7 +230,6 @@ class _Call:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for this call alone."""
         for wait, work, peer in self._begun:
             self.wait_for(work, peer, wait)
         self._begun.clear()
@@ -333,7 +328,6 @@ class _InPieces(_Call):
         self._num_asked += 1
 
     def _slots_of(self, piece: int) -> dict[int, torch.Tensor]:
-        """Returns the slot of each peer for its version of a piece."""
         slots, numel = self._slots[piece % _NUM_SLOTS], self._sums[piece].numel()
         return {peer: slot if slot.numel() == numel else slot[:numel] for peer, slot in slots.items()}
 

@@ -31,10 +31,8 @@ from sherd.tensor.spmd_types import unchecked
 
 
 class GradientObserver(Protocol):
-    """Sees the gradients of one group as they come."""
-
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """Note that `unsharded`, the group's parameter `index`, has a gradient that nobody took yet."""
+        """Note that `unsharded`, the group's parameter `index`, has a gradient that was not taken yet."""
 
     def borrowed(self) -> None:
         """Note that the last gradient has become the rows."""
@@ -227,7 +225,7 @@ class GradientHooks:
         return list(zip(map(self.indices.__getitem__, map(id, noted)), noted, strict=True))
 
     def rest(self) -> None:
-        """Call Python for each gradient from now on. Between backwards one may come though nobody expects it."""
+        """Call Python for each gradient from now on. Between backwards one may arrive unexpectedly."""
         if self.ends:
             self._tell()
 
@@ -242,7 +240,7 @@ class GradientHooks:
         self.order = order
 
     def forget(self) -> None:
-        """Call Python for each gradient, until the order is learnt anew."""
+        """Call Python for each gradient, until the order is learnt again."""
         self.rest()
         self.ends, self.order = {}, ()
 
@@ -292,7 +290,6 @@ class Arrivals:
         self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, told)
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
         if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
             return
         # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter gets the hook, too,
@@ -309,7 +306,7 @@ class Arrivals:
 
         Args:
             divide_by: the divisor of the summed gradients.
-            may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
+            may_borrow: a large gradient may be sent from where autograd left it; nothing writes to it then.
             reduces: this backward ends with a reduction.
             is_one_of_many: this backward is inside `accumulate`.
             contributes: the gradients count. If False, they are dropped as they come.
@@ -338,7 +335,7 @@ class Arrivals:
     def _told_of(self, index: int, unsharded: torch.Tensor) -> None:
         """Take the gradient of `unsharded`, the group's parameter `index`, and all that were noted before."""
         if unsharded.grad is None:
-            return  # frozen since its forward: autograd comes here and accumulates nothing
+            return  # frozen since its forward: autograd calls the hook and accumulates nothing
         if not self.is_expecting:
             self._begin()
         self._hooks.noted.append(unsharded)
@@ -431,7 +428,7 @@ class Arrivals:
     # A reduction
 
     def take(self, even_if_empty: bool) -> ReduceBuffer | None:
-        """Returns the rows for a reduction, which gives them back. Without gradients: None, or empty rows if asked."""
+        """Returns the rows for a reduction, which returns them. Without gradients: None, or empty rows if asked."""
         if self._waiting or self._hooks.noted:
             self.collect()
         self._arrived.clear()
@@ -454,25 +451,22 @@ class Arrivals:
             rows.buffer.free()
             self._spare.setdefault(rows.buffer.tensor.dtype, []).append(rows)
 
-    # What is here
+    # What has arrived
 
     @property
     def parameters(self) -> Sequence[ShardedParameter]:
-        """The parameters whose gradients come here."""
         return self._group.parameters
 
     @property
     def has_any(self) -> bool:
-        """True if any gradient is here."""
         return bool(self._waiting or self._hooks.noted or (self._rows is not None and self._rows.filled))
 
     @property
     def has_received(self) -> bool:
-        """True if the present backward brought a gradient."""
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Yields everything that is here, freed buffers too: what a memory report counts."""
+        """Yields every buffer and gradient, freed buffers too: what a memory report counts."""
         for gradient in (*(each.grad for each in self._hooks.noted), *self._waiting.values()):
             if gradient is not None:
                 yield MemoryKind.ARRIVED, gradient
@@ -481,7 +475,6 @@ class Arrivals:
 
     @contextmanager
     def observed(self, observer: GradientObserver) -> Iterator[None]:
-        """Have `observer` see each gradient that comes inside the context."""
         self._observer = observer
         try:
             yield
@@ -491,7 +484,6 @@ class Arrivals:
     # Giving up
 
     def drop(self) -> None:
-        """Drop all gradients that are here."""
         if self._hooks.noted:
             self._take()
         self._waiting.clear()
@@ -500,7 +492,6 @@ class Arrivals:
             self.give_back(rows)
 
     def drop_of(self, indices: frozenset[int]) -> None:
-        """Drop the gradients of the parameters `indices`."""
         self.collect()
         if self._rows is not None:
             self._rows.filled -= indices

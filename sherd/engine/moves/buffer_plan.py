@@ -19,7 +19,7 @@ from sherd.engine.state.group import Group, is_large
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
-is enough: there the memory of waiting gradients counts more than a launch."""
+is enough: in the backward before it the memory of waiting gradients counts more than a launch."""
 
 MANY_RANKS = 8
 """From this many ranks on, a shard is so small that scaling it costs nothing."""
@@ -49,8 +49,6 @@ class Scale:
 
 
 class Fill(Enum):
-    """The way in which an all-gather fills the unsharded buffer."""
-
     FROM_ROWS = "the rows are gathered, and copied out when compute waits for them"
     IN_PLACE = "the rows are the first bytes of the unsharded buffer"
     TENSOR_BY_TENSOR = "each tensor is gathered by itself, straight to its place"
@@ -122,7 +120,7 @@ class BufferPlan:
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
             is_unpadded=reduced.gathered_numel == reduced.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would
-            # stand beside all activations of the unit:
+            # coexist with all activations of the unit:
             # test_large_rows_are_allocated_once_a_units_parameters_are_free.
             collects_late=is_large(reduced.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
             batch_bytes=BATCH_BYTES if streams.in_host_order else BATCH_BYTES // 4,
@@ -136,7 +134,6 @@ class BufferPlan:
         )
 
     def fill_by(self, transport: Transport) -> Fill:
-        """Returns the way in which an all-gather by `transport` fills the unsharded buffer."""
         if self.gathers_itself:
             return Fill.BY_SUBCLASS
         if transport.shares_memory:
@@ -166,7 +163,7 @@ class BufferPlan:
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:
         """Returns the factors of a mean over `divide_by`.
 
-        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which nobody writes.
+        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which is never written.
         """
         scales_sum = self.scales_sums or may_borrow
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)

@@ -1,7 +1,7 @@
 """Hooks on saved tensors tell a unit that backward is in it, and have its parameters gathered before they are read.
 
     forward     autograd saves a tensor                 pack      notes the unit whose forward runs, and the group whose
-                                                                  memory a weight, or a view of one, lies in
+                                                                  memory of a weight, or of a view of one
     backward    a node is about to read the tensor      unpack    tells the unit that backward is in it; has the weight
                                                                   gathered, if it was freed since
 
@@ -65,7 +65,6 @@ class StorageOwner(ABC):
 
     @property
     def num_saved_views(self) -> int:
-        """The number of views of the parameters that autograd holds."""
         return sys.getrefcount(self.view_mark) - self._own_references
 
     @abstractmethod
@@ -103,7 +102,7 @@ def watch(storage: torch.UntypedStorage, owner: StorageOwner) -> None:
 
 
 def source_of(tensor: torch.Tensor) -> weakref.ref[StorageOwner] | None:
-    """Returns the owner of the memory that `tensor` lies in; None for memory of no unit."""
+    """Returns the owner of the memory of `tensor`; None for memory of no unit."""
     try:
         if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             tensor = local_tensor(tensor)
@@ -129,7 +128,6 @@ _running = _Running()
 
 
 def is_running(unit: Reader) -> bool:
-    """Returns whether a forward of `unit` is under way in this thread."""
     return unit in _running.units
 
 
@@ -181,7 +179,7 @@ def _unpack(saved: _Saved) -> Any:
         GradientError: the parameter is gone, or the tensor was changed in place.
     """
     kept, version, unit, part = saved
-    # A graph that somebody keeps refers to the owner weakly, or it would keep the shards of a deleted model alive.
+    # A graph that is kept refers to the owner weakly, or it would keep the shards of a deleted model alive.
     owner: StorageOwner | None = None if part is None else part[0]()
     if part is not None and owner is None:
         raise GradientError(
@@ -220,7 +218,7 @@ def _pack_through(
         unit.runs_under_other_hooks()
     if part is not None and part[3] and in_backward():
         # A forward that runs again in backward saves tensors for the nodes of the first forward. Its own nodes never
-        # run, so nobody reads this view: test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
+        # run, so nothing reads this view: test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
         part[3] = False
         part[0]().num_unread_views -= 1
     return kept, None, unit, part
@@ -264,8 +262,7 @@ def begin_watching(unit: Reader) -> bool:
 
 
 def end_watching(has_pushed: bool) -> None:
-    """End the forward that began last."""
     _running.units.pop()
     top = saving_hooks() if has_pushed else None
-    if top is not None and _is_ours(top):  # else somebody left hooks of their own behind
+    if top is not None and _is_ours(top):  # else a user left hooks of their own behind
         pop_saving_hooks()

@@ -111,7 +111,7 @@ class Unsharded:
         that reads it for an earlier forward.
         """
         if self._versions:
-            # Back to the number that autograd saw: the same values are here again, so a backward may read them.
+            # The version that autograd saw: the same values are gathered again, so a backward may read them.
             set_versions(tuple(self.parameters), self._versions)
             self._versions = ()
         if as_of != self._as_of:
@@ -156,7 +156,7 @@ class UnshardedBuffer(Unsharded):
         self.rows = flat[: group.packing.gathered_numel]
         self.copy_out = copy_out(group.packing, flat)
         self._slots = group.packing.slots
-        # What a user's `.data = ...` can move, by index, and the byte where it belongs. A DTensor cannot be moved so.
+        # What a user's `.data = ...` can move, by index, and the byte where it belongs. It cannot move a DTensor.
         self._plain: list[int] = []
         self._offsets: list[int] = []
         for index, (parameter, slot) in enumerate(zip(group.parameters, self._slots, strict=True)):
@@ -170,7 +170,7 @@ class UnshardedBuffer(Unsharded):
         del tensor  # or `storage_uses` would count it
         self._movable = [self.parameters[index] for index in self._plain]
         self._address = self.buffer.address
-        # Counted when all views of ours are made, and before anybody else can have one.
+        # Counted when all views of ours are made, and before any other can exist.
         self._own_uses = storage_uses(self._address)
 
     @property
@@ -302,7 +302,7 @@ class Weights(Position, saved.StorageOwner):
         # Outside inference mode: a tensor made inside can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
             unsharded = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
-            # The memory was there to make the views. The first gather allocates it again, on the stream that writes it.
+            # The memory served to make the views. The first gather allocates it again, on the stream that writes it.
             if unsharded.buffer.is_ours:
                 unsharded.free()
         for index, parameter in enumerate(unsharded.parameters):
@@ -312,7 +312,6 @@ class Weights(Position, saved.StorageOwner):
         return unsharded
 
     def _adopt(self, index: int, parameter: nn.Parameter) -> None:
-        """Make `parameter` the unsharded form of the group's parameter `index`."""
         record, arriving = self.group.parameters[index], self.group.arriving
         record.share_attributes(parameter)
         if arriving:
@@ -325,13 +324,13 @@ class Weights(Position, saved.StorageOwner):
     def is_unread(self) -> bool:
         """True if backward has read all views of the parameters that forward saved.
 
-        Autograd saves a parameter itself, or a view such as `w.t()` or `w.detach()`; only views count here.
+        Autograd saves a parameter itself, or a view such as `w.t()` or `w.detach()`; only the views are counted.
         """
         return self.num_unread_views <= 0
 
     @property
     def is_viewed(self) -> bool:
-        """True if somebody else than autograd seems to have a view, which freeing would leave without memory.
+        """True if something other than autograd seems to have a view, which freeing would leave without memory.
 
         The view may also be garbage that waits to be collected.
         """
@@ -342,7 +341,6 @@ class Weights(Position, saved.StorageOwner):
 
     @property
     def is_in_flight(self) -> bool:
-        """True between the start of an all-gather and the wait for it."""
         return self._flight is not None
 
     @property
@@ -360,7 +358,7 @@ class Weights(Position, saved.StorageOwner):
         self.num_unread_views = 0
 
     def drop_gradients(self) -> None:
-        """Drop gradients of the unsharded parameters. After an exception nobody takes them."""
+        """Drop gradients of the unsharded parameters. After an exception they are never taken."""
         for unsharded in self._by_dtype.values():
             for parameter in unsharded.parameters:
                 parameter.grad = None
@@ -479,7 +477,7 @@ class Weights(Position, saved.StorageOwner):
                 unsharded.copy_out.copy_into_place(piece, elements)
 
         def copy_others_into_place(rank: int, part: torch.Tensor) -> None:
-            if rank != own:  # this rank's part is here: `_land` copies it
+            if rank != own:  # this rank's part is local: `_land` copies it
                 copy_into_place(rank, part)
 
         handoff = self._streams.gather.run(
@@ -531,7 +529,7 @@ class Weights(Position, saved.StorageOwner):
                 self._streams.gather.follow_compute()
         if not self._versions and own_rank() == 0:
             self._tell_of_seeds(unsharded)
-        # Noted here, not at the start: a gather that nobody waits for fills nothing.
+        # Noted here, not at the start: a gather that is never waited for fills nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
 
@@ -559,7 +557,7 @@ class Weights(Position, saved.StorageOwner):
         lost = unsharded.hide() if unsharded is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             if self.plan.frees_unsharded:
-                # Waited for, though nobody reads the result: without streams gloo's threads may still write the memory
+                # Waited for, though the result is not read: without streams gloo's threads may still write the memory
                 # that is freed below, and with streams the lane may still read sources that are compute's.
                 self._flight.handoff.wait()
             else:
@@ -596,7 +594,7 @@ class Weights(Position, saved.StorageOwner):
 
 def _of_lost(names: list[str]) -> StateError:
     return StateError(
-        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while it was whole, which "
-        "is a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
+        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while unsharded: "
+        "a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
         "them between steps, or in sherd.unsharded(model)"
     )

@@ -18,7 +18,7 @@ from sherd.policy import UnitPolicy
 T = TypeVar("T")
 
 WhenComplete = Callable[[int | None, bool], None]
-"""`when_complete(group, is_done)`: all gradients of group number `group` are there, or of the whole unit (None).
+"""`when_complete(group, is_done)`: all gradients of group number `group` have arrived, or of the unit (None).
 `is_done`: nothing in this backward reads the parameters again."""
 
 RECOMPUTED = -1
@@ -36,8 +36,8 @@ class Backward:
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
-        reduces_when_complete: the unit is reduced as soon as all of its gradients are there. False if another rank may
-            lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
+        reduces_when_complete: the unit is reduced as soon as all of its gradients have arrived. False if another rank
+            may lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
@@ -54,7 +54,6 @@ class Backward:
         self._is_gone_through_once = self.is_under_other_hooks = False
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
-        """Replace the groups, and forget what was learnt of the former ones."""
         self._weights, self._gradients = weights, gradients
         self.unflagged = [of_group.arrivals for of_group in gradients if not of_group.group.num_flags]
         self._has_flags = len(self.unflagged) < len(gradients)
@@ -153,7 +152,6 @@ class Backward:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients wait for a reduction, or for the second half of one."""
         return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
@@ -189,7 +187,6 @@ class Backward:
 
     @property
     def has_received(self) -> bool:
-        """Whether a gradient has arrived in the present backward."""
         return any(gradients.arrivals.has_received for gradients in self._gradients)
 
     @property
@@ -200,10 +197,10 @@ class Backward:
     def _is_done(self, group: int | None) -> bool:
         """Returns whether nothing in this backward reads the parameters of `group`, or of the unit (None), again.
 
-        All gradients of these parameters are there, so autograd is past every use that leads to one. Other uses may
+        All gradients of these parameters have arrived, so autograd is past every use that leads to one. Other uses may
         follow: those of a frozen parameter, on the way to the inputs, or of a view without gradient (`w.detach()`).
 
-        Returns False until one backward has shown that no gradient arrives twice: autograd makes two whole gradients of
+        Returns False until one backward has shown that no gradient arrives twice: autograd makes two full gradients of
         a tensor that is used in two reentrant checkpoints, and reads the tensor again in between. Returns False for a
         group alone if a checkpoint may yet run a part of forward again, for gradients of other groups.
         """

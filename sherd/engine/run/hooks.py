@@ -5,9 +5,9 @@
     module return, or raise       forward hook, always called             leave
     first node behind an output   prehook on its grad_fn                  before_backward
     a node reads what was saved   hook on saved tensors (saved.py)        before_backward, unless it was called and the
-                                                                          parameter is still there
+                                                                          parameter is still alive
     node that made an input       prehook on its grad_fn                  after_backward
-    a parameter's gradient        post-accumulate hook (gradients.py)     before_backward, likewise; gradients complete
+    a parameter's gradient        post-accumulate hook (gradients.py)     before_backward as above; gradients complete
     end of backward               engine callback (runtime.py)            end of backward
 
 No autograd Function is put around the user's tensors: it would forbid in-place operations on them. A prehook on
@@ -52,7 +52,6 @@ Kwargs = dict[str, Any]
 
 
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
-    """Hook the unit's `modules` for forward and backward."""
     for module in modules:
         # Disabled for Dynamo here and not inside: a compiled block must find no Python of sherd's to trace
         # (test_blocks_compile_as_one_graph_each).
@@ -90,7 +89,6 @@ class BoundForward:
         functools.update_wrapper(self, self._function)
 
     def of_copy(self, unit: Unit, module: nn.Module) -> BoundForward:
-        """Returns the same method for `module`, a copy of this one's, and its `unit`."""
         return BoundForward(unit, module, self._function.__get__(module) if self._takes_module else self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +211,7 @@ def _keeps_view(unit: Unit, output: Any) -> bool:
         owner = None if source is None else source()
         if any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights):
             warnings.warn(
-                f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that "
+                f"a view of a parameter of unit {unit.name} is still alive after its forward, inside of an object that "
                 "was returned or on a module, so the unit stays unsharded until backward is done; return or keep a "
                 "clone() of it",
                 stacklevel=2,
@@ -269,7 +267,6 @@ def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the distinct autograd nodes that made `tensors`."""
     nodes: dict[Any, None] = {}
     for tensor in beneath_transforms(tensors) if are_transforms_active() else tensors:
         if tensor.requires_grad:

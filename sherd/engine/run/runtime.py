@@ -102,7 +102,7 @@ class Runtime:
 
     Attributes:
         units: the units in the order of `named_modules`, the root's first, and the `external_units` last.
-        external_units: the ids of units that are not below the root, but own parameters that are used there.
+        external_units: the ids of units that are not below the root, but own parameters that modules below it use.
         in_backward: True between the start and the end of backward, and after a backward that raised.
         num_backwards: the number of backwards that have begun.
         is_in_last_backward: the newest backward is the last one before a step.
@@ -124,7 +124,7 @@ class Runtime:
         self._unreduced: set[int] = set()
         """Units by number of which a backward of this step has reduced no gradients."""
         self._brings_gradients: bool | None = None
-        """Whether the present backward brings gradients for any unit; None until somebody asks."""
+        """Whether the present backward brings gradients for any unit; None until it is asked for."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[ForwardCall] = []
         self._handed_over = False
@@ -152,16 +152,13 @@ class Runtime:
 
     @property
     def root(self) -> Unit:
-        """The unit of the root module."""
         return self.units[0]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward, backward or reduction is under way."""
         return not self._calls and not self.in_backward and not self.schedule.state.reducing
 
     def is_running(self, unit: Unit) -> bool:
-        """Returns whether a forward of `unit` is under way."""
         return unit in map(UNIT_OF, self._calls)
 
     # Units that several roots use in turn
@@ -212,7 +209,7 @@ class Runtime:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
         if unit.policy.on_touch == "unshard":
-            for hooks, key, _ in unit.touch_hooks:  # they are there also while the unit rests unsharded
+            for hooks, key, _ in unit.touch_hooks:  # they remain also while the unit rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
@@ -461,7 +458,6 @@ class Runtime:
     # The user's own moves
 
     def unshard(self, unit: Unit, wait: bool) -> None:
-        """Start the all-gather of `unit`, and wait for it if `wait`."""
         if unit.keeps_copies or unit.shards.have_moved or outdated((unit,)):
             unit.may_be_written()
         self.revise()
@@ -475,7 +471,6 @@ class Runtime:
             self.tape.play(do.Unshard, self._index[unit.id], True)
 
     def reshard(self, unit: Unit) -> None:
-        """Free `unit`'s unsharded parameters."""
         self.tape.play(do.Reshard, self._index[unit.id])
 
     def show_shards(self, unit: Unit) -> None:
@@ -567,7 +562,6 @@ class Runtime:
     # Choices
 
     def revise(self) -> None:
-        """Tell the schedule of policies that have changed."""
         policies = [unit.policy for unit in self.units]
         if policies == self._policies:
             return
@@ -742,5 +736,5 @@ def _require_own_meshes(units: list[Unit]) -> None:
                     raise OwnershipError(
                         f"{record.name} (unit {unit.name}): a DTensor on {shown.device_mesh} was put in its place "
                         f"after it was sharded over {record.shard_spec.mesh}; make modules tensor parallel first "
-                        "(parallelize_module), then fully_shard: build the model anew, in that order"
+                        "(parallelize_module), then fully_shard: build the model again, in that order"
                     )

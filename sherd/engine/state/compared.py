@@ -29,7 +29,6 @@ class Compared:
         self.has_replicas = have
 
     def stepped(self) -> None:
-        """An optimizer has stepped the shards."""
         self.num_steps += 1
 
     def loaded(self) -> None:
@@ -38,7 +37,6 @@ class Compared:
         self.doubt_replicas()
 
     def take_load(self) -> bool:
-        """Returns whether shards were loaded, and forgets it."""
         were_loaded, self.are_loaded = self.are_loaded, False
         return were_loaded
 
@@ -47,7 +45,6 @@ class Compared:
         self.replicas_may_differ = self.has_replicas
 
     def changed(self) -> None:
-        """The unit's terms have changed."""
         self.digest = None
 
     def know(self, digest: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Groups: the parameters of a unit that share dtypes and trainability, and the shard buffer that their shards lie in.
+"""Groups: the parameters of a unit that share dtypes and trainability, and the shard buffer that holds their shards.
 
 Parameters of a unit that differ (mixed dtypes, frozen layers) go to different groups; a group needs no rule.
 
@@ -69,7 +69,7 @@ class GroupKey:
     """The properties that the parameters of one group share.
 
     `param_dtype` and `grad_dtype` are the parameters' own, as in `ShardedParameter`. `gathers_itself`: the tensor has
-    its own all-gather. `owned_gradients`: each gradient goes as a whole to one rank.
+    its own all-gather. `owned_gradients`: each full gradient is reduced to one rank.
     `plan_id` is None for tensors cut by themselves, else the plan that cut them into runs: runs of two plans do not fit
     one buffer.
     """
@@ -91,13 +91,11 @@ class GroupKey:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype that a user wants gradients in. Those that may have any come as they are computed."""
         (wanted,) = self.grad_dtype or (self.dtype,)
         return self.compute_dtype if wanted is None else wanted
 
 
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
-    """Returns the key of the group that `parameter` belongs to."""
     resting = parameter.resting
     plan_id = parameter.plan_id if parameter.cut.in_line else None
     owned_gradients = parameter.gradient_owner is not None
@@ -223,7 +221,7 @@ class ShardMemory:
         the user does                                  the user finds                       sherd does
         w.data -= ..., w.data.copy_(...), nn.init...   new values in the shard buffer       nothing
         w.data = ...                                   new values, which w copied itself    nothing
-        torch.utils.swap_tensors(w, other)             another local tensor                 copies the values back
+        torch.utils.swap_tensors(w, other)             another local tensor                 copies the values into w
 
     torch counts the writes to `versioned`: none of them if one optimizer parameter was made in inference mode.
     """
@@ -252,7 +250,7 @@ class ShardMemory:
     def settle(self) -> None:
         """Copy values from other memory into the shard buffer, and make the optimizer parameters views of it again.
 
-        A parameter with another dtype or device is left as it is: the unit is grouped anew.
+        A parameter with another dtype or device is left as it is: the unit is regrouped.
 
         Raises:
             WriteBackError: a parameter was swapped with a tensor of another layout.
@@ -285,7 +283,7 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
     away from where shards rest, it is brought back, and stays the same object.
 
     Raises:
-        UnsupportedError: `parameter` must be brought back, but has a gradient, or somebody holds it.
+        UnsupportedError: `parameter` must be brought back, but has a gradient, or a user holds it.
     """
     sharded = as_sharded(parameter)
     if not local.is_meta and parameter.device != local.device:
@@ -354,12 +352,10 @@ class OptimizerParam:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The Parameter object."""
         return self.record.optimizer_param
 
     @property
     def name(self) -> str:
-        """The name for messages."""
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
@@ -382,10 +378,10 @@ class Group:
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
         reduce_dtype: the dtype in which gradients are reduced, `grad_dtype` that of the shards' `.grad` after it.
         takes_any_gradient: the `grad_dtype` is None, so that gradients are reduced in the dtype that they come in, if
-            it is wider than `reduce_dtype`; and the shards get them so.
+            it is wider than `reduce_dtype`; and the shards get them in this dtype.
         arriving: the `grad_dtype` of the unsharded parameters, in a tuple, which is empty if it is theirs.
-        gradient_packing: how reduced gradients lie, and the rows that are reduced. It is `packing`, unless gradients go
-            to owners. `gradients` are their places in it.
+        gradient_packing: the layout of reduced gradients, and the rows that are reduced. It is `packing`, unless
+            gradients go to owners. `gradients` are their places in it.
     """
 
     def __init__(
@@ -458,7 +454,6 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """True if the shards were merged into one flat parameter."""
         return self.parameters[0].flat is not None
 
     @property
@@ -499,7 +494,7 @@ class Group:
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
-            # Along the replicas first: along the shard axis ranks send whole shards.
+            # Along the replicas first: along the shard axis ranks send full shards.
             mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
         rows = piece.new_empty(self.packing.gathered_numel)
         mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
@@ -514,7 +509,6 @@ class Group:
         yield from zip(pieces, parts(shard, self.sizes.of(pieces)), strict=True)
 
     def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
-        """Yields the group's own buffers."""
         if self.unsharded_memory is not None:
             yield (Memory.SHARDS if self.is_one_piece else Memory.UNSHARDED), self.unsharded_memory
             return
@@ -531,7 +525,6 @@ class Group:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
         return 0 if self.unsharded_memory is not None else self.packing.unsharded_numel * self.compute_dtype.itemsize
 
     @property
@@ -551,11 +544,10 @@ class Group:
         if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
         address = self.shard_buffer.data_ptr() + start * self.dtype.itemsize
-        # An empty tensor has the address 0, wherever it lies.
+        # An empty tensor has the address 0, wherever it is.
         return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
-        """Copy the optimizer parameters' local tensors into a new shard buffer, and make them views of it."""
         rank = self.mesh.piece
         shard_buffer = self._empty_shard_buffer(self.parameters[0].resting.device)
         if self.packing.is_cut_into_runs and not shard_buffer.is_meta:
@@ -567,7 +559,7 @@ class Group:
         for optimizer_param in self.optimizer_params:
             extent = optimizer_param.extent
             # Not a plain slice: torch cannot save a DTensor around a tensor with an offset, and a file with a slice
-            # would hold the whole buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
+            # would hold all of the buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)
@@ -594,7 +586,6 @@ class Group:
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
     def _keep_shard(self) -> torch.Tensor:
-        """Returns the local tensor of a parameter that gathers itself."""
         (parameter,) = self.parameters
         local = parameter.local
         # Copied, so that the user's full tensor is freed. A tensor whose all-gather was set on the object is the memory
@@ -611,5 +602,4 @@ class Group:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard buffer."""
         return self.packing.shard_numels[self.mesh.piece]
