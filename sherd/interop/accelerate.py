@@ -167,7 +167,6 @@ def _import_in_trainers() -> Iterator[Callable[[], None]]:
 
 
 def _state_class(undo: list[Callable[[], None]], shards: _Shards) -> type:
-    """Returns accelerate's class of the state that all accelerators share, with FSDP on CPUs too."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -204,7 +203,6 @@ def _on_cpus_too(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _scaler_for_fsdp(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns accelerate's function that makes a loss scaler, with sherd's scaler for FSDP."""
 
     @functools.wraps(make)
     def made(distributed_type: Any = None, **kwargs: Any) -> Any:
@@ -256,7 +254,6 @@ def _is_sharded(given: object) -> bool:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Returns the module that torch.compile was given, or `model`."""
     from accelerate.utils import extract_model_from_parallel
 
     inner: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -359,7 +356,6 @@ def _give_memory(model: nn.Module, accelerator: Any, groups: Iterable[dict[str, 
 
 
 def _take_rank0s_model(model: nn.Module, accelerator: Any, options: Options) -> None:
-    """Give `model` the values of rank 0, which alone has loaded them."""
     from accelerate.utils import broadcast_object_list
 
     named = dict(chain(model.named_parameters(), model.named_buffers()))

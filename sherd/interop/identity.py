@@ -77,7 +77,6 @@ class _Identity:
         self._undo: list[Callable[[], None]] = []
 
     def give_to_all(self, enabled: bool) -> None:
-        """Give the base to every present and future class, or take it away."""
         if enabled == self.for_all:
             return
         self.for_all = enabled
@@ -96,12 +95,10 @@ class _Identity:
             self.update(cls)
 
     def give(self, cls: type) -> None:
-        """Count one more borrower of `cls`."""
         self._num_borrowers[cls] += 1
         self.update(cls)
 
     def take_back(self, cls: type) -> None:
-        """Count one borrower of `cls` fewer."""
         self._num_borrowers[cls] -= 1
         if not self._num_borrowers[cls]:
             del self._num_borrowers[cls]
@@ -124,7 +121,6 @@ _identity = _Identity()
 
 
 def _init_subclass(cls: Any, /, **options: Any) -> None:
-    """Give the base to a new class while all classes have it."""
     super(FSDPModule, cls).__init_subclass__(**options)  # the user's own class may define the method
     _identity.update(cls)
 

@@ -191,7 +191,6 @@ class _Sharding:
     # States
 
     def get_module_state_dict(self, module: nn.Module) -> State:
-        """Returns the shards of `module`; or unsharded values, in host memory of rank 0 alone."""
         is_full = self.state_dict_type == "full"
         return get_model_state_dict(module, options=StateDictOptions(full_state_dict=is_full, cpu_offload=is_full))
 
@@ -334,7 +333,6 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
             yield
 
     def _set_up_model(self) -> bool:
-        """Shard the model, unless it is sharded. Returns whether the Trainer fits it."""
         trainer = self.lightning_module.trainer
         for each in trainer.callbacks:
             if isinstance(each, pytorch.callbacks.WeightAveraging | pytorch.callbacks.StochasticWeightAveraging):
@@ -610,13 +608,11 @@ def _with_ranks_that_agree(plugin: Any) -> Any:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Returns whether `auto_shard` finds units in `module` without a policy."""
     says = ("_no_split_modules", "_fsdp_plan")
     return any(getattr(each, name, None) for each in module.modules() for name in says) or bool(repeated_blocks(module))
 
 
 def _modules_of_unit(owner: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules at and below `owner`, without those of units below."""
     yield owner
     for child in owner.children():
         if Unit.of(child) is None:
@@ -649,7 +645,6 @@ def _require_same(own: State, saved: State, strict: bool) -> None:
 
 
 def _names(state: State) -> list[Any]:
-    """Returns the parameters of an optimizer's state in order, by names or numbers."""
     return [name for group in state["param_groups"] for name in group["params"]]
 
 

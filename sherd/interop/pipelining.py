@@ -132,7 +132,6 @@ class PipelineStage(pipelining.PipelineStage):
                 shard.grad = None
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients of all parameters by `grad_scale_factor`."""
         gradients = [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
         if grad_scale_factor != 1 and gradients:
             torch._foreach_div_([local_part(gradient) for gradient in gradients], grad_scale_factor)

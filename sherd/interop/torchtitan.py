@@ -109,7 +109,6 @@ def _require_served(parallel_dims: ParallelDims, parallelism: ParallelismConfig,
 
 
 def _of_configs(parallel_dims: ParallelDims, training: TrainingConfig) -> Options:
-    """Returns what torchtitan's configs say, as arguments of `fully_shard`."""
     from torchtitan.config import TORCH_DTYPE_MAP
 
     if parallel_dims.spmd_backend == "spmd_types":
