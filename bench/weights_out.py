@@ -64,6 +64,7 @@ def laps_of(mesh: DeviceMesh, transport: str, quick: bool, num_rounds: int) -> d
     policy = sherd.CommPolicy(transport=transport)
     readers: dict[str, Callable[[], object]] = {}
     for system, placement in ((SHERD, None), (FLAT, sherd.Flat())):
+        torch.manual_seed(0)
         model = workload.build().to(mesh.device_type)
         total = num_bytes(model)
         for unit in (*model.blocks, model):
@@ -119,6 +120,7 @@ def laps_of_changes(
         return taken
 
     for system, placement in ((SHERD, None), (FLAT, sherd.Flat())):
+        torch.manual_seed(0)
         model = workload.build().to(mesh.device_type)
         total = num_bytes(model) // 2
         for unit in (*model.blocks, model):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -127,6 +128,7 @@ class in_place_of_fsdp:
 
 
 _in_force: list[in_place_of_fsdp] = []
+_numbers = itertools.count()
 
 
 def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
@@ -140,7 +142,7 @@ def _import_for(function: FunctionType, wrapper: object) -> Callable[[], None]:
     """Let `function` import `wrapper` as FSDP1's class, and all else from torch. Returns a function that undoes it."""
     import torch.distributed.fsdp.fully_sharded_data_parallel as torchs
 
-    ours = f"{__name__}, for {function.__qualname__} {id(wrapper)}"
+    ours = f"{__name__}, for {function.__qualname__} {next(_numbers)}"
     sys.modules[ours] = ModuleType(ours)  # where an import statement looks first
     vars(sys.modules[ours]).update({**vars(torchs), "FullyShardedDataParallel": wrapper})
     code, replaced = function.__code__, ("torch.distributed.fsdp", f"{__name__}, for ")
@@ -281,7 +283,6 @@ class _Shards:
             )
 
     def prepared(self, accelerator: Any, model: nn.Module) -> nn.Module:
-        """Shard `model` in place, as accelerate's `fsdp2_prepare_model` does. Returns `model`."""
         inner, plugin = _inner(model), accelerator.state.fsdp_plugin
         plugin.set_auto_wrap_policy(inner)
         options = cast(Options, {**_of_plugin(accelerator, plugin, inner), **self.options})

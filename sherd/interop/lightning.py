@@ -112,7 +112,6 @@ class _Sharding:
 
     @torch.inference_mode(False)
     def _shard(self, module: nn.Module, precision: str) -> None:
-        """Shard `module` in place, unless it is a unit. What is sharded inside stays as it is."""
         if Unit.of(module) is not None:
             return
         inside, options = Unit.below(module), self._options(precision)
@@ -195,7 +194,6 @@ class _Sharding:
         return get_model_state_dict(module, options=StateDictOptions(full_state_dict=is_full, cpu_offload=is_full))
 
     def _module_of(self, optimizer: Optimizer) -> nn.Module:
-        """Returns the module whose parameters `optimizer` steps: of the Trainer, its only one."""
         return self.model
 
     def get_optimizer_state(self, optimizer: Optimizer) -> State:

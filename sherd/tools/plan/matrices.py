@@ -100,7 +100,7 @@ class _NoFaults(StepFaults):
         bad = update.sum((1, 2), dtype=torch.float32).isfinite().logical_not()
         return update if self._on_host else torch.where(bad[:, None, None], 0, update)
 
-    def keep_told(self, told: Sequence[object]) -> None:
+    def keep_reported(self, status: Sequence[object]) -> None:
         pass
 
 
