@@ -2,10 +2,13 @@
 
 import dataclasses
 import enum
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
@@ -180,6 +183,16 @@ def test_dir_lists_the_public_names_and_modules_and_no_others():
     shown = {name for name in dir(sherd) if not name.startswith("__")}
     assert shown == set(sherd.__all__) - {"__version__"} | {"errors", "wrap"}
     assert all(hasattr(sherd, name) for name in dir(sherd))
+
+
+def test_ruff_wants_docstrings_in_every_module_of_public_names():
+    names = re.findall(r'"!sherd/{(.*)}.py" = ', (Path(__file__).parents[1] / "pyproject.toml").read_text())[0].split(
+        ","
+    )
+    modules = {inspect.getfile(importlib.import_module(module)) for module in sherd._HOMES.values()}
+    package = Path(sherd.__file__).parent
+    assert {str(Path(module).relative_to(package).with_suffix("")) for module in modules} <= set(names)
+    assert {"__init__", "errors", "policy", "comm_hooks", "train/plain", "interop/*", "wrap/*"} <= set(names)
 
 
 def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name():
