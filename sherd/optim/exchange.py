@@ -58,7 +58,6 @@ class TensorAxis:
 
     @property
     def own(self) -> int:
-        """This rank's coordinate."""
         return self.mesh.get_local_rank(self.axis)
 
     def beside(self, rank: int) -> list[int]:
@@ -120,7 +119,6 @@ class Ring:
 
     @cached_property
     def order(self) -> list[int]:
-        """The numbers of the ranks, in the order of the group."""
         return [self.ranks.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
     def senders(self, owner: int) -> list[int]:
@@ -181,20 +179,16 @@ class MatrixItem:
 
     @property
     def numel(self) -> int:
-        """The number of elements of all matrices."""
         return prod(self.batch)
 
     @property
     def flops(self) -> float:
-        """`work_of` the matrices."""
         return work_of(self.batch)
 
     def held(self, holder: Holder, back: bool = False) -> Extent:
-        """Returns the elements of a holder's flattened gradient, or tensor, that belong to the matrices."""
         return self.parts[holder[0]].held(holder[1], back)
 
     def has_all(self, holder: Holder) -> bool:
-        """Returns whether a holder has the whole gradient of the matrices."""
         return self.held(holder).numel == self.numel
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -223,7 +217,6 @@ class PieceRows:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.view[0] * self.rows.numel * self.view[2]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,6 @@ class _Stepper:
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step all parameters that have a gradient."""
         if not (
             self._is_current(optimizer)
             and all(span.take_gradient() for span in self.spans)
@@ -340,12 +339,10 @@ class ShardView:
 
     @property
     def shard(self) -> nn.Parameter:
-        """The parameter in the user's optimizer."""
         return self.record.shard
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether the shard is empty on this rank."""
         return not self.extent.numel
 
     @property
@@ -354,7 +351,6 @@ class ShardView:
         return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
-        """Returns whether `gradient` has the layout of the shard."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
 
     def is_elementwise(self, key: str, value: object) -> bool:
@@ -465,7 +461,6 @@ class SteppedSpan:
             self._hand_out(vectors, state_of)
 
     def shard_states(self) -> Iterator[ShardState]:
-        """Yields the state of each shard."""
         views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
         for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
             yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})

@@ -19,7 +19,6 @@ from sherd.tensor.relayout import laid_out, lies_as
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the local tensor of a parameter's gradient; None if it has no gradient."""
     gradient = parameter.grad
     if gradient is None:
         return None

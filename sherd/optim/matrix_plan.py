@@ -287,7 +287,6 @@ class MatrixPlan:
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter may have a gradient: whether it is not frozen."""
     record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as a whole
     return (parameter if record is None else record).requires_grad or parameter.grad is not None
 

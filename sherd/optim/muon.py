@@ -174,7 +174,6 @@ class Muon(MatrixOptimizer):
     _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
 
     def __setstate__(self, state: Group) -> None:
-        """Take over a pickled or a loaded state."""
         super().__setstate__(state)
         self._adamw = None
 
