@@ -47,7 +47,6 @@ class Member:
 
     @property
     def spec(self) -> DTensorSpec | None:
-        """The layout of the shard over the ranks, or None for a plain parameter."""
         return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
 
 
@@ -67,7 +66,6 @@ class OptimizerEntry:
 
     @property
     def names(self) -> list[str]:
-        """The names of the members."""
         return [member.name for member in self.members]
 
     @property
@@ -77,7 +75,6 @@ class OptimizerEntry:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part of the parameter."""
         return local_part(self.parameter).shape
 
 
@@ -117,7 +114,6 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """The names of all parameters."""
         return [name for entry in self.entries for name in entry.names]
 
     def at(self, path: str) -> OptimizerEntry | None:
@@ -281,7 +277,6 @@ class ModelTensors:
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers: shards, and plain tensors."""
         shards = {name: record.shard for name, record in self.records.items()}
         return {**self._parameters, **shards, **self.buffers}  # type: ignore[dict-item]  # no record is left
 
@@ -309,7 +304,6 @@ class ModelTensors:
             Runtime.agree_on_call(replicated, call, (), with_values=True)
 
     def take(self, values: Named) -> None:
-        """Copy `values` into the tensors of these names."""
         self.before_writing()
         put(self.by_name, values)
         self.after_writing()

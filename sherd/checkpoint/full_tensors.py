@@ -48,7 +48,6 @@ class Full:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -195,7 +194,6 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take memory, and start the collectives."""
         self._give_memory(self._in_place)
         rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
         for gathering in self._gatherings:
@@ -227,7 +225,6 @@ class _Bucket:
                 self._whole[name] = full_of(tensor).to(dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors by name."""
         for name, (tensor, dtype) in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)
@@ -260,7 +257,6 @@ class TensorSource:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the results."""
         return sum(result.nbytes for result in self.results.values())
 
 

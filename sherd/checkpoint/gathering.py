@@ -90,7 +90,6 @@ class Line:
 
     @property
     def destination(self) -> torch.Tensor:
-        """The unsharded buffer."""
         assert self.unsharded is not None, "memory was given"
         return self.unsharded
 
@@ -105,7 +104,6 @@ class Line:
         return self.goes_onto or self.packing.direct
 
     def held(self) -> list[Extent]:
-        """Returns the extent of each shard in this rank's part."""
         return [slot.held(self.mesh.piece) for slot in self.packing.slots]
 
     def shards(self) -> list[torch.Tensor]:

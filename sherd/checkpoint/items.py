@@ -126,14 +126,12 @@ class ModuleItem(Item):
         self.models = self._tensors = [ModelTensors(module) for module in modules]
 
     def aliases(self) -> dict[str, str]:
-        """Returns the other names of tied parameters."""
         return {self._named(a): self._named(b) for module in self._tensors for a, b in module.aliases.items()}
 
     def _named(self, name: str) -> str:
         return f"{self.name}/{without_wrappers(name)}"
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Add parameters and buffers by their names in the model."""
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
         return {"kind": self.kind, **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
@@ -193,7 +191,6 @@ class OptimizerItem(Item):
         return Catalog(*self._modules)
 
     def needs_comparison(self) -> bool:
-        """Returns True if the optimizer has plain tensors that may be parts of sharded ones."""
         return needs_comparison(self._catalog, self._optimizer)
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
@@ -331,12 +328,10 @@ class OptimizerItem(Item):
 
 
 def numbers_of(group: dict[str, Json]) -> dict[str, Json]:
-    """Returns the options of a group that are numbers."""
     return {key: value for key, value in group.items() if type(value) in (bool, int, float)}
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a value of a state with its tensors on `device`."""
     if type(value) is dict:
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, torch.Tensor):
@@ -345,8 +340,6 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class StateItem(Item):
-    """The state of an object with `state_dict` and `load_state_dict`."""
-
     def __init__(self, name: str, stateful: Stateful) -> None:
         super().__init__(name, "state")
         self._stateful = stateful
@@ -374,8 +367,6 @@ class StateItem(Item):
 
 
 class ValueItem(Item):
-    """Numbers, texts, lists, dicts and tensors."""
-
     def __init__(self, name: str, value: object) -> None:
         super().__init__(name, "value")
         self._value = value
@@ -418,7 +409,6 @@ def items_of(values: Mapping[str, object], strict: bool = True) -> list[Item]:
 
 
 def _modules_of(value: object) -> list[nn.Module]:
-    """Returns `value` as modules: itself without DDP's wrapper, or a list's elements if all of them are modules."""
     if isinstance(value, nn.Module):
         value = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
         fsdp = sys.modules.get("torch.distributed.fsdp")  # which is not imported for this
@@ -449,7 +439,6 @@ def _why_unfit(name: str, stored: Entry, tensor: torch.Tensor) -> str:
 
 
 def fill(source: Opened, name: str, tensor: torch.Tensor, most_bytes: int) -> None:
-    """Fill this rank's part of `tensor` from the tensor `name` of `source`."""
     for box, part in pieces_here(name, tensor):
         read_into(source, name, box, part, most_bytes)
 
@@ -469,7 +458,6 @@ def random_state() -> dict[str, object]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Give this process's generators what `random_state` returned. Raises CheckpointError if it has another form."""
     try:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])

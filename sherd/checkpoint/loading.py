@@ -180,7 +180,6 @@ def _tensor_of(value: object, spec: DTensorSpec | None = None) -> torch.Tensor |
 
 
 def _copied(value: object) -> object:
-    """Returns a copy of a value of a state, or of a dict of values."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:

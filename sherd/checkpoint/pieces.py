@@ -161,7 +161,6 @@ def sampled(name: str, tensor: torch.Tensor) -> dict[int, complex]:
 
 
 def local_shape_of(name: str, spec: DTensorSpec) -> Shape:
-    """Returns the shape of this rank's part of the tensor `name`, whose layout is `spec`."""
     if is_ragged(spec):
         return layout_of(spec).local_shape
     box = _cell_here(name, spec)
@@ -293,7 +292,6 @@ def choose(parties: Sequence[Party]) -> dict[str, Choice]:
 
 
 def is_written_here(tensor: Described, choice: Choice, rank: int) -> bool:
-    """Returns True if this rank writes its pieces of `tensor`."""
     if tensor.variant != choice.variant:
         return False
     return choice.copy == (rank if tensor.copies is None else tensor.copies.own)

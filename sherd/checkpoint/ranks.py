@@ -81,7 +81,6 @@ class Ranks:
 
 
 def _failure_of(error: Exception) -> tuple[type[CheckpointError], str]:
-    """Returns the class and the text with which all ranks raise `error`."""
     for error_class in (NoCheckpointError, StorageError, CheckpointError):
         if isinstance(error, error_class):
             return error_class, Exception.__str__(error)

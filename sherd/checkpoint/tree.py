@@ -31,8 +31,6 @@ NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """Tensors by their names in a checkpoint."""
-
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor. Raises CheckpointError if the name is taken, or the elements are not in the tensor's memory."""
         require_bytes(tensor, name)
