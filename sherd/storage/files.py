@@ -124,7 +124,6 @@ class Checked:
         """Block `_number`, the last block that was read in part: the next read is often of its neighbour."""
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
         while len(into):
             number, behind = divmod(start, self._block_bytes)
             size = min(self._block_bytes, self.nbytes - number * self._block_bytes)
@@ -151,7 +150,6 @@ class Checked:
             )
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -201,7 +199,6 @@ class Opened:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
         while self._files:
             self._files.popitem()[1].bytes.close()
 

@@ -33,7 +33,6 @@ BRING_BACK = "bring back a copy of a damaged one, or begin anew in another folde
 
 
 def file_name(save_id: str, rank: int) -> str:
-    """Returns the name of the file that `rank` writes in the save `save_id`."""
     return f"{save_id}-{rank:05d}.safetensors"
 
 

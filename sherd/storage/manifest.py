@@ -56,7 +56,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
         return nbytes_of(self.dtype, self.shape)
 
     def pieces(self, part: Box | None = None) -> Iterator[Piece]:
@@ -108,11 +107,9 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     def entry(self, name: str) -> Entry | None:
-        """Returns the tensor `name`, or the tensor with the alias `name`."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def to_bytes(self) -> bytes:

@@ -45,8 +45,6 @@ class Lock(enum.Enum):
 
 
 class Readable(ABC):
-    """An open file."""
-
     name: str
     nbytes: int
 
@@ -328,7 +326,6 @@ def _lock_file(path: Path, excused: tuple[int, ...]) -> int | None:
 
 
 def _holder_of(fd: int) -> str:
-    """Returns the process that holds the lock of an open file, as far as this machine's kernel knows it."""
     inode = os.fstat(fd).st_ino
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -49,7 +49,6 @@ class Stored:
 
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Returns the bytes that a tensor takes."""
     return BITS[dtype] // 8 * prod(shape)
 
 
