@@ -105,7 +105,6 @@ class Query:
         self._store, self._key, self._heard_within_s = store, str(number), heard_within_s
 
     def answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
-        """Returns the answers of `ranks` so far, by rank."""
         keys = {rank: f"{self._key}/answer/{rank}" for rank in ranks}
         return {rank: _answer_in(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
@@ -159,7 +158,6 @@ class Board:
         return group is None or is_destroyed(group) or not (self._has_store or self.watchdog.is_on)
 
     def join(self, participant: Participant) -> None:
-        """Answer for `participant` from now on, as long as it exists."""
         self._participants[participant.key] = participant
 
     def ask(self, key: str, position: Progress) -> Query | None:

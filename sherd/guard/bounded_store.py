@@ -27,19 +27,15 @@ class BoundedStore:
         self._is_silent = False
 
     def set(self, key: str, value: str, /) -> None:
-        """Set the value of `key`."""
         self._do(lambda store: store.set(key, value))
 
     def get(self, key: str, /) -> bytes:
-        """Wait for a value of `key`. Returns it."""
         return self._do(lambda store: store.get(key))
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add `amount` to the number under `key`. Returns the sum."""
         return self._do(lambda store: store.add(key, amount))
 
     def check(self, keys: Sequence[str], /) -> bool:
-        """Returns whether all of `keys` have values."""
         return self._do(lambda store: store.check(list(keys)))
 
     def _do(self, call: Callable[[Store], T]) -> T:

@@ -87,7 +87,6 @@ class DivergenceChecker:
         board.join(self)
 
     def watch(self, unit: Unit) -> None:
-        """Know `unit`, one of the mesh's."""
         self._log.units[unit.id] = unit
 
     def begin(self, unit: Unit) -> None:
@@ -146,7 +145,6 @@ class DivergenceChecker:
 
     @staticmethod
     def _model_of(unit: Unit) -> set[int]:
-        """Returns the ids of the units of the model that `unit` runs in."""
         runtime = unit.sealed_into()
         return {unit.id} if runtime is None else {each.id for each in runtime.units}
 

@@ -133,7 +133,6 @@ class Deeds:
                 self._units[unit_id].compared.doubt_replicas()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Note that `optimizer` has stepped."""
         if (steps := self._optimizers.get(optimizer)) is not None and steps.leave() and steps.names:
             steps.end(optimizer)
 
@@ -173,7 +172,6 @@ class _Steps:
         return was == 1
 
     def forget_calls(self) -> None:
-        """Forget calls of `step` that are under way."""
         self._depth = 0
 
     def find(self, optimizer: Optimizer, units: Mapping[int, Unit]) -> None:
@@ -208,7 +206,6 @@ class _Steps:
         return doubts
 
     def end(self, optimizer: Optimizer) -> None:
-        """End a step."""
         self._groups, self._num_entries = optimizer.param_groups, self._num_entries_of(optimizer)
         if (now := self._options_of(optimizer)) != self._options:
             for key in [key for key, value in self._options.items() if now.get(key) != value]:

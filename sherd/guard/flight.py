@@ -120,7 +120,6 @@ class CollectiveLog:
         self._lost = text
 
     def forget(self) -> None:
-        """Drop the device's events."""
         self._queued.clear()
 
     def start(self, action: type[Action], unit: Unit, variant: int, carry_out: Callable[[], None]) -> None:
@@ -183,7 +182,6 @@ class CollectiveLog:
         return CommError(self._lost) if self._lost else self.failure(str(error.args[0]), absent=True)
 
     def record(self) -> dict[str, object]:
-        """Returns the log as JSON takes it."""
         words: dict[tuple[bool, int, int], dict[str, object]] = {}
         collectives = []
         for number, when, backward, is_gather, unit_id, variant in list(self.started):
@@ -262,11 +260,9 @@ class Recorder:
         self._signals = _signal_pipe()
 
     def join(self, log: CollectiveLog) -> None:
-        """Record `log` from now on, as long as it exists."""
         self._logs.append(weakref.ref(log))
 
     def logs(self) -> list[CollectiveLog]:
-        """Returns the logs that still exist."""
         # Over a copy: another thread may add a log meanwhile.
         return [log for joined in list(self._logs) if (log := joined()) is not None]
 

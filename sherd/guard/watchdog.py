@@ -77,7 +77,6 @@ class Port:
                 self._listener.accept()[0].close()
 
     def refused(self, ranks: Sequence[int]) -> list[int]:
-        """Returns those of `ranks` whose ports are closed, without those that cannot be reached at all."""
         closed = []
         for rank in ranks:
             if rank in self._unknown or rank not in self._addresses:
@@ -142,7 +141,6 @@ class Watchdog:
         self.end(self._recorder.failed(log, f"{text}; {remedy}", absent=not gone))
 
     def close(self) -> None:
-        """Watch nothing any more."""
         if self._port is not None:
             self._port.close()
         for log in self._recorder.logs():
