@@ -25,7 +25,6 @@ from sherd.tensor.sharded import rest_on
 
 
 def install(unit: Unit, holders: Iterable[nn.Module]) -> None:
-    """Hook the `holders` of the unit's parameters."""
     for holder in holders:
         holder.register_state_dict_pre_hook(eager(before_save, unit))
         holder.register_load_state_dict_pre_hook(eager(before_load, unit))

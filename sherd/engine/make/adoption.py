@@ -75,7 +75,6 @@ class _Change:
 
     @property
     def regroups(self) -> bool:
-        """True if the unit must be grouped anew."""
         return bool(self.added or self.dropped or self.thawed or self.frozen)
 
     @property
@@ -220,7 +219,6 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
-    """Walk the modules of each unit. Returns the change of each."""
     walked = [(unit, ParameterOwnership.below(unit.modules, ())) for unit in units]
     was = {
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there

@@ -31,8 +31,6 @@ from sherd.tensor.spmd_types import unchecked
 
 
 class GradientObserver(Protocol):
-    """Sees the gradients of one group as they come."""
-
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
         """Note that `unsharded`, the group's parameter `index`, has a gradient that nobody took yet."""
 
@@ -292,7 +290,6 @@ class Arrivals:
         self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, told)
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
         if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
             return
         # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter gets the hook, too,
@@ -458,17 +455,14 @@ class Arrivals:
 
     @property
     def parameters(self) -> Sequence[ShardedParameter]:
-        """The parameters whose gradients come here."""
         return self._group.parameters
 
     @property
     def has_any(self) -> bool:
-        """True if any gradient is here."""
         return bool(self._waiting or self._hooks.noted or (self._rows is not None and self._rows.filled))
 
     @property
     def has_received(self) -> bool:
-        """True if the present backward brought a gradient."""
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
@@ -481,7 +475,6 @@ class Arrivals:
 
     @contextmanager
     def observed(self, observer: GradientObserver) -> Iterator[None]:
-        """Have `observer` see each gradient that comes inside the context."""
         self._observer = observer
         try:
             yield
@@ -491,7 +484,6 @@ class Arrivals:
     # Giving up
 
     def drop(self) -> None:
-        """Drop all gradients that are here."""
         if self._hooks.noted:
             self._take()
         self._waiting.clear()
@@ -500,7 +492,6 @@ class Arrivals:
             self.give_back(rows)
 
     def drop_of(self, indices: frozenset[int]) -> None:
-        """Drop the gradients of the parameters `indices`."""
         self.collect()
         if self._rows is not None:
             self._rows.filled -= indices

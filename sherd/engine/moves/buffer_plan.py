@@ -49,8 +49,6 @@ class Scale:
 
 
 class Fill(Enum):
-    """The way in which an all-gather fills the unsharded buffer."""
-
     FROM_ROWS = "the rows are gathered, and copied out when compute waits for them"
     IN_PLACE = "the rows are the first bytes of the unsharded buffer"
     TENSOR_BY_TENSOR = "each tensor is gathered by itself, straight to its place"
@@ -136,7 +134,6 @@ class BufferPlan:
         )
 
     def fill_by(self, transport: Transport) -> Fill:
-        """Returns the way in which an all-gather by `transport` fills the unsharded buffer."""
         if self.gathers_itself:
             return Fill.BY_SUBCLASS
         if transport.shares_memory:

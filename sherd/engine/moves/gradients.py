@@ -67,15 +67,12 @@ def _laid_out(gradient: DTensor, spec: DTensorSpec, device: torch.device) -> DTe
 
 
 def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor], DTensorSpec]:
-    """Returns the class and the spec of a parameter's reduced gradient."""
     spec = record.gradient_spec(dtype)
     return type(as_sharded(record.optimizer_param)) if record.gradient_owner is None else RaggedDTensor, spec
 
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
-    """A reduction under way."""
-
     handoff: Handoff
     rows: ReduceBuffer  # given back already if a lane owns them
     reduced: torch.Tensor
@@ -132,7 +129,6 @@ class Gradients:
 
     @property
     def is_in_flight(self) -> bool:
-        """True between the start and the end of a reduction."""
         return self._reduction is not None
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
@@ -382,7 +378,6 @@ class Gradients:
         self._partly_reduced = frozenset()
 
     def drop_unreduced_of(self, indices: frozenset[int]) -> None:
-        """Drop the same of the parameters `indices` only."""
         if len(indices) == len(self.group.parameters):
             self.drop_unreduced()
             return

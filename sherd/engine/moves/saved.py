@@ -65,7 +65,6 @@ class StorageOwner(ABC):
 
     @property
     def num_saved_views(self) -> int:
-        """The number of views of the parameters that autograd holds."""
         return sys.getrefcount(self.view_mark) - self._own_references
 
     @abstractmethod
@@ -129,7 +128,6 @@ _running = _Running()
 
 
 def is_running(unit: Reader) -> bool:
-    """Returns whether a forward of `unit` is under way in this thread."""
     return unit in _running.units
 
 

@@ -312,7 +312,6 @@ class Weights(Position, saved.StorageOwner):
         return unsharded
 
     def _adopt(self, index: int, parameter: nn.Parameter) -> None:
-        """Make `parameter` the unsharded form of the group's parameter `index`."""
         record, arriving = self.group.parameters[index], self.group.arriving
         record.share_attributes(parameter)
         if arriving:
@@ -342,7 +341,6 @@ class Weights(Position, saved.StorageOwner):
 
     @property
     def is_in_flight(self) -> bool:
-        """True between the start of an all-gather and the wait for it."""
         return self._flight is not None
 
     @property

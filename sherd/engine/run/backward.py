@@ -54,7 +54,6 @@ class Backward:
         self._is_gone_through_once = self.is_under_other_hooks = False
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
-        """Replace the groups, and forget what was learnt of the former ones."""
         self._weights, self._gradients = weights, gradients
         self.unflagged = [of_group.arrivals for of_group in gradients if not of_group.group.num_flags]
         self._has_flags = len(self.unflagged) < len(gradients)
@@ -153,7 +152,6 @@ class Backward:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients wait for a reduction, or for the second half of one."""
         return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
@@ -189,7 +187,6 @@ class Backward:
 
     @property
     def has_received(self) -> bool:
-        """Whether a gradient has arrived in the present backward."""
         return any(gradients.arrivals.has_received for gradients in self._gradients)
 
     @property

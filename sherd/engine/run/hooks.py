@@ -52,7 +52,6 @@ Kwargs = dict[str, Any]
 
 
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
-    """Hook the unit's `modules` for forward and backward."""
     for module in modules:
         # Disabled for Dynamo here and not inside: a compiled block must find no Python of sherd's to trace
         # (test_blocks_compile_as_one_graph_each).
@@ -90,7 +89,6 @@ class BoundForward:
         functools.update_wrapper(self, self._function)
 
     def of_copy(self, unit: Unit, module: nn.Module) -> BoundForward:
-        """Returns the same method for `module`, a copy of this one's, and its `unit`."""
         return BoundForward(unit, module, self._function.__get__(module) if self._takes_module else self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +267,6 @@ def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the distinct autograd nodes that made `tensors`."""
     nodes: dict[Any, None] = {}
     for tensor in beneath_transforms(tensors) if are_transforms_active() else tensors:
         if tensor.requires_grad:

@@ -32,8 +32,6 @@ returns None where there can be none."""
 
 
 class CollectiveMonitor(Protocol):
-    """Sees each collective of a mesh's units before it is started."""
-
     def watch(self, unit: Unit) -> None:
         """Add `unit`, one of the mesh's."""
 

@@ -152,16 +152,13 @@ class Runtime:
 
     @property
     def root(self) -> Unit:
-        """The unit of the root module."""
         return self.units[0]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward, backward or reduction is under way."""
         return not self._calls and not self.in_backward and not self.schedule.state.reducing
 
     def is_running(self, unit: Unit) -> bool:
-        """Returns whether a forward of `unit` is under way."""
         return unit in map(UNIT_OF, self._calls)
 
     # Units that several roots use in turn
@@ -461,7 +458,6 @@ class Runtime:
     # The user's own moves
 
     def unshard(self, unit: Unit, wait: bool) -> None:
-        """Start the all-gather of `unit`, and wait for it if `wait`."""
         if unit.keeps_copies or unit.shards.have_moved or outdated((unit,)):
             unit.may_be_written()
         self.revise()
@@ -475,7 +471,6 @@ class Runtime:
             self.tape.play(do.Unshard, self._index[unit.id], True)
 
     def reshard(self, unit: Unit) -> None:
-        """Free `unit`'s unsharded parameters."""
         self.tape.play(do.Reshard, self._index[unit.id])
 
     def show_shards(self, unit: Unit) -> None:

@@ -120,7 +120,6 @@ class StageUnits:
                 runtime.unshard(unit, wait)
 
     def free(self) -> None:
-        """Free all unsharded parameters."""
         for runtime, unit in self.runtimes:
             runtime.reshard(unit)
 

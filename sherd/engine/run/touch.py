@@ -56,7 +56,6 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
 
 
 def _records_on(module: nn.Module) -> Iterator[ShardedParameter]:
-    """Yields the sharded parameters that `module` itself shows, as shards or unsharded, but not as copies."""
     for attribute, parameter in module._parameters.items():
         # A member of a flat parameter is a plain attribute.
         shown = module.__dict__.get(attribute) if parameter is None else parameter

@@ -164,7 +164,6 @@ class Unit:
 
     @staticmethod
     def of(module: nn.Module) -> Unit | None:
-        """Returns the unit of which `module` is one of the modules, or None."""
         unit = module.__dict__.get(UNIT)
         return unit if isinstance(unit, Unit) else None
 
@@ -226,11 +225,9 @@ class Unit:
 
     @property
     def unsharded_bytes(self) -> int:
-        """The bytes of the gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
     def join(self, runtime: _Runtime | None) -> None:
-        """Seal the unit into `runtime`, which the unit holds weakly; None takes it out of its runtime."""
         self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
     def have(
@@ -339,12 +336,10 @@ class Unit:
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether an optimizer steps the unit within backward."""
         return self.policy.when_reduced is not None
 
     @property
     def meshes(self) -> list[DataMesh]:
-        """The unit's mesh, and the meshes of parameters that are sharded over another one."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:

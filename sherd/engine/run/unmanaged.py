@@ -112,7 +112,6 @@ class Unmanaged:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a replicated parameter has a gradient on this rank."""
         return any(each.grad is not None for each in self.replicated.values())
 
     @torch.no_grad()

@@ -29,7 +29,6 @@ class Compared:
         self.has_replicas = have
 
     def stepped(self) -> None:
-        """An optimizer has stepped the shards."""
         self.num_steps += 1
 
     def loaded(self) -> None:
@@ -47,7 +46,6 @@ class Compared:
         self.replicas_may_differ = self.has_replicas
 
     def changed(self) -> None:
-        """The unit's terms have changed."""
         self.digest = None
 
     def know(self, digest: Callable[[], int]) -> int:

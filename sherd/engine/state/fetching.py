@@ -95,7 +95,6 @@ class FetchedShard:
 
     @property
     def numel(self) -> int:
-        """Elements of all pieces."""
         return sum(self.sizes)
 
     def holding(self, shard: torch.Tensor) -> torch.Tensor:
@@ -128,5 +127,4 @@ class FetchedShard:
         return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
 
     def held(self) -> Iterator[torch.Tensor]:
-        """Yields the copies."""
         yield from self._copies.values()

@@ -194,7 +194,6 @@ class FlatShard:
         self.parameter.grad = None if lacking == self.everyone else whole
 
     def metadata(self) -> FlatParamShardMetadata:
-        """Returns the members that this rank holds elements of."""
         members = zip(self.names, self.shapes, self._pieces, strict=True)
         on_rank = [(name, shape, piece) for name, shape, piece in members if piece.numel]
         return FlatParamShardMetadata(

@@ -91,13 +91,11 @@ class GroupKey:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype that a user wants gradients in. Those that may have any come as they are computed."""
         (wanted,) = self.grad_dtype or (self.dtype,)
         return self.compute_dtype if wanted is None else wanted
 
 
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
-    """Returns the key of the group that `parameter` belongs to."""
     resting = parameter.resting
     plan_id = parameter.plan_id if parameter.cut.in_line else None
     owned_gradients = parameter.gradient_owner is not None
@@ -354,12 +352,10 @@ class OptimizerParam:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The Parameter object."""
         return self.record.optimizer_param
 
     @property
     def name(self) -> str:
-        """The name for messages."""
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
@@ -458,7 +454,6 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """True if the shards were merged into one flat parameter."""
         return self.parameters[0].flat is not None
 
     @property
@@ -514,7 +509,6 @@ class Group:
         yield from zip(pieces, parts(shard, self.sizes.of(pieces)), strict=True)
 
     def held(self) -> Iterator[tuple[Memory, torch.Tensor]]:
-        """Yields the group's own buffers."""
         if self.unsharded_memory is not None:
             yield (Memory.SHARDS if self.is_one_piece else Memory.UNSHARDED), self.unsharded_memory
             return
@@ -531,7 +525,6 @@ class Group:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
         return 0 if self.unsharded_memory is not None else self.packing.unsharded_numel * self.compute_dtype.itemsize
 
     @property
@@ -611,5 +604,4 @@ class Group:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard buffer."""
         return self.packing.shard_numels[self.mesh.piece]

@@ -31,6 +31,5 @@ def loads_balance(mesh: DataMesh) -> bool:
 
 
 def loads_of(mesh: DataMesh) -> list[int]:
-    """Returns the elements that each piece of `mesh` owns: the list that the planner adds to."""
     assert mesh.shard_group is not None, "parameters are cut over a shard axis"
     return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)

@@ -123,7 +123,6 @@ class _Watcher:
         self.sharded_again()
 
     def install(self) -> None:
-        """Watch every optimizer's steps from now on."""
         if not self._installed:
             # Disabled for Dynamo: a step may be compiled, and the hooks read objects that Dynamo cannot trace.
             register_optimizer_step_pre_hook(dynamo_disabled(self._before_step))
@@ -203,7 +202,6 @@ class _Watcher:
             )
 
     def listen(self, listener: StepListener) -> None:
-        """Call `listener` before each step, as long as it exists."""
         self._listeners.add(listener)
 
     def note(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:

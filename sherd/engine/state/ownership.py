@@ -37,8 +37,6 @@ class DiscoveredParameter:
 
 @dataclass(frozen=True)
 class BorrowedParameter:
-    """A place at which another unit's parameter is registered."""
-
     record: ShardedParameter
     place: ParameterPlace
 

@@ -71,7 +71,6 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def _forget(key: int, died: object) -> None:
-    """Drop the entry of the id `key`, unless it is another tensor's by now: `died` is a weak reference of the entry."""
     if any(died is each for each in _records.get(key, ())):
         _records.pop(key, None)
 
@@ -102,7 +101,6 @@ class ParameterPlace:
 
     @property
     def key(self) -> tuple[int, str]:
-        """The key that `key_of` returns for this module and attribute."""
         return id(self.parameters), self.attribute
 
     @property
@@ -128,11 +126,9 @@ class ParameterPlace:
         return None if copied is None else ParameterPlace(copied, self.attribute)
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Returns whether the module has `parameter` there now."""
         return self.shown is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Have the module show `parameter`."""
         # Past nn.Module.__setattr__, which would cost ten times as much.
         if not self.registered:
             self.parameters[self.attribute] = None
@@ -318,12 +314,10 @@ class ShardedParameter:
         _records[key] = (weakref.ref(self, forget), None if is_held else weakref.ref(tensor, forget))
 
     def belong_to(self, owner: Owner) -> None:
-        """Make `owner` the unit of the parameter."""
         self._owner = weakref.ref(owner)
 
     @property
     def owner(self) -> Owner | None:
-        """The unit that owns the parameter, if it still exists."""
         return None if self._owner is None else self._owner()
 
     def exchange(self, shard: nn.Parameter) -> None:
@@ -360,7 +354,6 @@ class ShardedParameter:
 
     @property
     def requires_grad(self) -> bool:
-        """True if the parameter is trained."""
         return (self.shard if self.flat is None else self.flat.parameter).requires_grad
 
     @property
@@ -391,7 +384,6 @@ class ShardedParameter:
             place.register(registered)
 
     def hang_on(self, places: Sequence[ParameterPlace]) -> None:
-        """Have these places from now on."""
         self.places = list(places)
 
     def rename(self, module_names: dict[int, str]) -> None:
@@ -472,7 +464,6 @@ class ShardedParameter:
             local.copy_(part)
 
     def restore_with(self, restored: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let `restored` make the unsharded parameter of its local tensor."""
         self.restored = restored
 
     @property
@@ -528,7 +519,6 @@ def _few(tensor: torch.Tensor) -> list[float]:
 
 
 def num_trainable(records: Sequence[ShardedParameter]) -> int:
-    """Returns how many of `records` are trained."""
     return sum([(each.shard if each.flat is None else each.flat.parameter).requires_grad for each in records])
 
 

@@ -22,13 +22,11 @@ class UnitShards:
         self._at_place = {place.key: (record, place) for record in parameters for place in record.places}
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Put the parameters in these groups."""
         self._groups = tuple(groups)
 
     # Their places
 
     def record_at(self, module: nn.Module, attribute: str) -> ShardedParameter | None:
-        """Returns the parameter at `attribute` of `module`, one of the unit's modules."""
         at_place = self._at_place.get(key_of(module, attribute))
         return None if at_place is None else at_place[0]
 
@@ -51,7 +49,6 @@ class UnitShards:
 
     @property
     def shows_flat_parameter(self) -> bool:
-        """True if a flat parameter is registered in place of the unit's own."""
         return self._flat_place is not None and self._flat_place.registered
 
     def register(self, registered: bool) -> None:
@@ -67,7 +64,6 @@ class UnitShards:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
-        """The optimizer's parameters: shards, or the flat parameter."""
         return [optimizer_param.parameter for group in self._groups for optimizer_param in group.optimizer_params]
 
     def num_kinds(self, but_sums: bool) -> int:
@@ -77,7 +73,6 @@ class UnitShards:
 
     @property
     def on_meta(self) -> list[str]:
-        """The names of the parameters that have no data yet."""
         return [record.name for group in self._groups if group.shard_buffer.is_meta for record in group.parameters]
 
     # What users changed
@@ -89,7 +84,6 @@ class UnitShards:
 
     @property
     def are_on_one_device(self) -> bool:
-        """True if all shards are on one device: not in the middle of `module.to()`."""
         device = self._parameters[0].resting.device if self._parameters else None
         # `module.to()` moves the last one last, so this ends at the first look until the call is done.
         return all(record.resting.device == device for record in reversed(self._parameters))
