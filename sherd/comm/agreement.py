@@ -14,7 +14,6 @@ from sherd.errors import RanksDifferError, in_short
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:
-    """Returns the groups along the axes of `mesh` that have more than one rank."""
     return [group for group in (mesh.replicate_group, mesh.shard_group) if group is not None and group.size() > 1]
 
 

@@ -108,14 +108,12 @@ class UsersCollectives(Transport):
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """The user's call."""
         assert isinstance(self._collective, AllGather), "weights are gathered by an all-gather"
         return self._collective(rows, shard_buffer, self._group, async_op)
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """The user's call."""
         assert isinstance(self._collective, ReduceScatter), "gradients are reduced by a reduce-scatter"
         return self._collective(shard_buffer, rows, self._group, dist.ReduceOp.SUM, async_op)
 

@@ -68,7 +68,6 @@ def ends_well() -> bool:
 
 
 def own_rank() -> int:
-    """Returns the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

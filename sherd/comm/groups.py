@@ -147,7 +147,6 @@ def default_group() -> dist.ProcessGroup:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Returns whether `group` was destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):

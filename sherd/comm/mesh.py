@@ -145,7 +145,6 @@ class DataMesh:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The shard axis alone, as a 1-D mesh."""
         if self.mesh.ndim == 1 or self.shard_axis is None:
             return self.mesh
         names = self.mesh.mesh_dim_names
@@ -171,7 +170,6 @@ class DataMesh:
 
     @cached_property
     def shard_transport(self) -> Transport:
-        """The transport along the shard axis."""
         return self.transport_of(self.shard_group)
 
     @cached_property
@@ -186,7 +184,6 @@ class DataMesh:
 
     @cached_property
     def reduce_transport(self) -> Transport:
-        """The transport that reduces gradients along the shard axis."""
         return _NO_TRANSPORT if self.comm.fake_reduce else self.shard_transport
 
     @cached_property
@@ -198,7 +195,6 @@ class DataMesh:
 
     @cached_property
     def replicate_transport(self) -> Transport:
-        """The transport that reduces gradients along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.replicate_group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:

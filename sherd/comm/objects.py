@@ -113,7 +113,6 @@ def _object_of(tensor: torch.Tensor) -> Any:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns the elements of `tensor`, 1-D and uint8."""
     # `tensor.numpy()` needs numpy, and reading a storage is slow.
     copied = bytearray(tensor.numel())
     if copied:

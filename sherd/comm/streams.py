@@ -128,7 +128,6 @@ class HostStreams(Streams):
         """Do nothing: the optimizer has written when its call returns."""
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
-        """Do `work` now."""
         work()
 
 
@@ -193,7 +192,6 @@ class Queued:
             return max((lane[0].lasts_s() for lane in list(self._by_lane.values()) if lane), default=0.0)
 
     def clear(self) -> None:
-        """Drop all collectives and their events."""
         with self._lock:
             for lane in list(self._by_lane.values()):
                 lane.clear()
@@ -341,7 +339,6 @@ class RecordingStreams(Streams):
         )
 
     def begin_step(self, event: torch.Event | None = None) -> None:
-        """Log what the gather lane follows."""
         self.log.append(("gather", "follow event" if event is not None else "follow compute"))
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:

@@ -31,9 +31,7 @@ InPieces = torch.Tensor | Sequence[torch.Tensor]
 class Pending(Protocol):
     """A collective under way, such as torch's `Work`."""
 
-    def wait(self) -> object:
-        """Return once the results are there."""
-        ...
+    def wait(self) -> object: ...
 
 
 class _Several:
@@ -139,22 +137,18 @@ class Sizes(tuple[int, ...]):
 
     @cached_property
     def are_even(self) -> bool:
-        """Whether all sizes are equal."""
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
-        """Returns the sizes of neighbouring `parts`."""
         return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
 
     def together(self, number: int) -> Sizes:
-        """Returns the sizes of larger parts, of `number` neighbouring parts each."""
         if number == 1:
             return self
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
 
 
 def are_even(sizes: Sequence[int]) -> bool:
-    """Returns whether all sizes are equal."""
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
@@ -164,17 +158,14 @@ class NoTransport(Transport):
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Leave `rows` as they are."""
         return None
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Leave `shard_buffer` as it is."""
         return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Leave `tensor` as it is."""
         return None
 
 

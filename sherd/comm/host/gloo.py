@@ -130,8 +130,6 @@ def _copy_own(place: torch.Tensor, shard_buffer: torch.Tensor) -> None:
 
 
 class _Order:
-    """The calls of one group, in the order in which all its ranks make them."""
-
     def __init__(self) -> None:
         self.numbers = count(1)
         """The numbers of calls, the same on all ranks."""
@@ -152,8 +150,6 @@ _orders: WeakKeyDictionary[dist.ProcessGroup, _Order] = WeakKeyDictionary()
 
 
 class _Link:
-    """One group, as one of its ranks sees it."""
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = group.rank()

@@ -86,7 +86,6 @@ class Neighbour:
                 self.process = os.pidfd_open(pid)
 
     def close(self) -> None:
-        """Close all descriptors."""
         self.link.close()
         self.segment.close()
         if self.process is not None:
@@ -109,15 +108,12 @@ class Neighbours:
                     self._whose[fd] = neighbour
 
     def post(self, post: Post) -> None:
-        """Tell all neighbours what this rank asks for next, and where its bytes lie."""
         self._tell_all(_MESSAGE.pack(_POST, *post))
 
     def confirm(self, read: int) -> None:
-        """Tell all neighbours that this rank has read the rounds before `read`."""
         self._tell_all(_MESSAGE.pack(_READ, 0, 0, 0, 0, 0, 0, read, 0))
 
     def abort(self, why: str) -> None:
-        """Tell all neighbours why this rank gives up."""
         # Without a wait for room: a rank that has failed must end, also where another one reads no messages.
         self._tell_all(bytes([_ABORT]) + why.encode()[: _LONGEST - 1], must_arrive=False)
 

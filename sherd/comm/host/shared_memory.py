@@ -117,7 +117,6 @@ class _Round(ABC):
         """Take `rank`'s part, which stays readable until `finish` has returned."""
 
     def finish(self) -> None:
-        """End the round, once all parts are taken."""
         self.forget()
 
     @abstractmethod

@@ -20,7 +20,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def can_add(dtype: torch.dtype) -> bool:
-    """Returns whether torch can add this dtype on a CPU, as it cannot add float8, for example."""
     try:
         one = torch.zeros(1, dtype=dtype)
         torch.add(one, one)
