@@ -190,7 +190,6 @@ SHARDED.answers("index_fill_")(functools.partial(filled_at, otherwise=by_torch))
 
 @answers("view_as_real")
 def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a view of this rank's run, of twice as many elements."""
     layout = layout_of(spec_of(args[0]))
     if layout.strides:
         return on_unsharded(func, args, kwargs)

@@ -42,7 +42,6 @@ def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
 
 
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
-    """Returns the layouts of the ragged tensors among the arguments, in order."""
     return [layout_of(spec_of(tensor)) for tensor in ragged_among(args, kwargs)]
 
 
@@ -108,7 +107,6 @@ def lone_value(value: object) -> torch.Tensor | None:
 
 
 def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
-    """Returns the error for a tensor with other places than the first ragged one."""
     if isinstance(value, DTensor) and is_ragged(spec_of(value)):
         other = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
@@ -132,7 +130,6 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
 
 
 def unknown(func: Aten, layout: Layout, why: str) -> PlacementError:
-    """Returns the error for an operation that is refused, and why."""
     return PlacementError(
         f"{name_of(func)} is not done on a tensor of shape {layout.shape} that is cut as {layout} ({why}); {WAYS_OUT}"
     )

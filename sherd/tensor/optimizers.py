@@ -359,7 +359,6 @@ def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    """Returns True if both hold the same objects, in order."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 

@@ -348,7 +348,6 @@ class Layout(Places):
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
 
     def same_as(self, other: Places) -> bool:
-        """Returns True if both tensors have the same elements on the same ranks, in the same order."""
         return self is other or (super().same_as(other) and self.strides == other.strides)
 
     def shares_ranks_with(self, other: Layout) -> bool:
@@ -430,16 +429,13 @@ _alike: weakref.WeakValueDictionary[object, Places] = weakref.WeakValueDictionar
 
 
 def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Returns `spec` for a tensor of `dtype`."""
     assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
     return spec if spec.tensor_meta.dtype == dtype else places_of(spec).spec(dtype)
 
 
 def has_ragged(placements: Sequence[Placement]) -> bool:
-    """Returns True if one of the placements is a ragged shard."""
     return any(isinstance(placement, RaggedShard) for placement in placements)
 
 
 def is_ragged(spec: DTensorSpec) -> bool:
-    """Returns True if `spec` is that of a ragged tensor."""
     return has_ragged(spec.placements)

@@ -52,7 +52,6 @@ class Reduction:
     name: str = ""
 
     def nothing(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns the value of a rank that has no elements."""
         value = self.neutral
         if math.isinf(value) and not dtype.is_floating_point:
             limits = torch.iinfo(dtype)

@@ -116,7 +116,6 @@ def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> t
 
 @answers_for_all("count_nonzero")
 def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the number of elements that are not zero."""
     return SUM.over(torch.count_nonzero(_counted(local, layout)), layout.groups)
 
 
@@ -142,8 +141,6 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tenso
 @SHARDED.answers("_foreach_max")
 @RAGGED.answers("_foreach_max")
 def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the largest element of each tensor."""
-
     def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         pieces = zip(map(local_tensor, args[0]), map(places_at, args[0]), strict=True)
         return [known(_extreme(local, LARGEST, places), places) for local, places in pieces]
@@ -153,7 +150,6 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns True if all elements are true, or if any element is."""
     row, here = (ANY, local.any()) if func.name().startswith("aten::any") else (ALL, local.all())
     return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
 

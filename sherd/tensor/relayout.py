@@ -30,7 +30,6 @@ def lies_as(value: DTensor, spec: DTensorSpec) -> bool:
 
 
 def full_of(value: DTensor) -> torch.Tensor:
-    """Returns the unsharded tensor in memory of its own, gathered on the device of the mesh."""
     local = local_tensor(value).detach()
     full: torch.Tensor = around(local.to(value.device_mesh.device_type), spec_of(value)).full_tensor()
     # On one rank, or replicated, the full tensor is the local one.

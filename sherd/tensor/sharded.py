@@ -376,7 +376,6 @@ def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
-    """Returns the unsharded tensor, outside autograd. All ranks that hold parts must call it."""
     outside: Any = tensor.detach()
     full: torch.Tensor = outside.full_tensor()
     return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full

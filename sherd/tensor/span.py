@@ -24,7 +24,6 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members."""
         in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
         return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
 

@@ -24,8 +24,6 @@ COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state: a scheduler, a scaler, a data loader, an average."""
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state."""
 
@@ -93,5 +91,4 @@ def elementwise_keys(states: Iterable[tuple[torch.Tensor, State]]) -> set[str]:
 
 
 def copy_of(value: Any) -> Any:
-    """Returns a copy of a tensor, and any other value unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value

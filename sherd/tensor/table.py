@@ -62,7 +62,6 @@ class Table:
         return enter
 
     def operation_for(self, func: Aten) -> Operation:
-        """Returns the function that answers `func`."""
         operation = self._by_overload.get(func)
         if operation is None:
             for file in FILES:
@@ -114,7 +113,6 @@ def of_kind(values: Iterable[object], kind: type[Changed]) -> Iterator[Changed]:
 
 
 def first_list(args: Args) -> list[Any]:
-    """Returns the first list among the arguments; the results of an operation on lists are like its tensors."""
     return list(next(value for value in args if isinstance(value, list | tuple)))
 
 
@@ -126,7 +124,6 @@ def is_index(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_list_of_tensors(value: object) -> TypeGuard[Sequence[Any]]:
-    """Returns True for a list with a tensor in it."""
     return isinstance(value, list | tuple) and any(True for _ in tensors_among(value))
 
 

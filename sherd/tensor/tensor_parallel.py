@@ -37,7 +37,6 @@ from sherd.tensor.vectors import VectorShard
 
 
 def own_spec(mesh: DataMesh, cut: Cut, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Returns the spec of a plain parameter's shard."""
     return _shard_spec(shape, dtype, [], (), mesh, cut, "a plain parameter")
 
 
@@ -182,7 +181,6 @@ def merged_spec(
 
 
 def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Returns the axes of a mesh, each as a mesh of its own."""
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
 
 
