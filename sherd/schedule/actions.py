@@ -84,8 +84,6 @@ class Unshard:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The user frees the unit's unsharded parameters, or has written to its shards."""
-
     unit: int
 
 

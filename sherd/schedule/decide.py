@@ -226,7 +226,6 @@ class _Turn:
             self.wait(unit)
 
     def _prefetch(self, explicit: tuple[int, ...] | None, upcoming: Iterable[int], depth: int) -> None:
-        """Gather the user's list, or else the next `depth` units while they fit into `bytes_in_flight`."""
         if explicit is not None:
             for unit in explicit:
                 self.gather(unit)

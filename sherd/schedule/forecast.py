@@ -169,7 +169,6 @@ class _Group:
             self._num_arrived = 0
 
     def _copy(self) -> None:
-        """Copy the gradients that wait into the rows."""
         if self._held[MemoryKind.ARRIVED]:
             self._collect(self._rows or self._sizes.gradient_rows)
             self._drop(MemoryKind.ARRIVED)
@@ -259,7 +258,6 @@ class _Ledger:
         self._moment = moment
 
     def add(self, unit: int, kind: MemoryKind, more: int) -> None:
-        """Note bytes that come, or go below 0."""
         self.changes.append(((unit, kind), more))
         self.now += more
         if self.now > self._peak:

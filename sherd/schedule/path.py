@@ -61,7 +61,6 @@ class Path(Generic[Step]):
         self.take(_Pass.BEGIN)
 
     def take(self, step: Step | _Pass, doubts: bool = False) -> None:
-        """Take `step`. With `doubts` the rank is not sure of the step, even if it is the known one."""
         place = self._place
         if doubts or place.last != step:
             if self.is_sure:
@@ -83,7 +82,6 @@ class Path(Generic[Step]):
             self.is_sure, self._left_at = False, (self._place, self._place.last, self._pass)
 
     def agree(self) -> None:
-        """Note that all ranks stand at this place."""
         self.is_sure, self._left_at = True, None
         if self._num_places > MOST_PLACES:
             self._firsts.clear()

@@ -45,7 +45,6 @@ class Schedule:
 
     @property
     def state(self) -> State:
-        """The present state."""
         return self._node.state
 
     def on(self, event: Event) -> tuple[Action, ...]:

@@ -145,7 +145,6 @@ class State:
         return cls(specs, limits, (Live.SHARDED,) * len(specs))
 
     def with_live(self, unit: int, live: Live) -> State:
-        """Returns this state with the parameters of `unit` in the form `live`."""
         changed = (*self.live[:unit], live, *self.live[unit + 1 :])
         return replace(self, live=changed, passed=self.passed - {unit})
 
@@ -158,5 +157,4 @@ class State:
 
     @property
     def borrowed(self) -> frozenset[int]:
-        """The units that are a companion of another unit."""
         return frozenset(companion for spec in self.specs for companion in spec.tied_owners)
