@@ -25,11 +25,9 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the elements in both boxes. None: they share no element."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - start
@@ -58,7 +56,6 @@ class Box:
 
 
 def whole(shape: Shape) -> Box:
-    """Returns the box of all elements of a tensor of `shape`."""
     return Box((0,) * len(shape), shape)
 
 

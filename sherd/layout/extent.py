@@ -8,8 +8,6 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`numel` elements from `start` on."""
-
     start: int
     numel: int
 
@@ -18,7 +16,6 @@ class Extent:
 
     @property
     def stop(self) -> int:
-        """The first element after the extent."""
         return self.start + self.numel
 
     def shifted(self, by: int) -> Extent:

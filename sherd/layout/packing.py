@@ -112,22 +112,18 @@ class Packing:
 
     @property
     def is_cut_into_runs(self) -> bool:
-        """True if the tensors are cut into runs, so that the rows are the unsharded buffer."""
         return bool(self.slots) and self.slots[0].cut.in_line
 
     @cached_property
     def is_even(self) -> bool:
-        """True if all shard buffers are equally long."""
         return len(set(self.shard_numels)) <= 1
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The beginning of each rank's shard buffer in the rows."""
         return _starts(self.shard_numels)
 
     @cached_property
     def gathered_numel(self) -> int:
-        """Elements of all ranks' shard buffers side by side."""
         return sum(self.shard_numels)
 
     @cached_property

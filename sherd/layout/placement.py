@@ -67,7 +67,6 @@ class Cut:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return prod(self.shape)
 
     @cached_property
@@ -91,14 +90,12 @@ class Cut:
 
     @cached_property
     def rows(self) -> tuple[Extent, ...]:
-        """The rows that each rank holds."""
         pieces = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
         num_behind = self.num_ranks - self.first - len(self.ends)
         return (*[Extent(0, 0)] * self.first, *pieces, *[Extent(self.view[1], 0)] * num_behind)
 
     @cached_property
     def slot(self) -> int:
-        """Elements of each rank's piece in a buffer, with padding."""
         outer, _, inner = self.view
         return outer * self._most * inner
 
@@ -119,16 +116,13 @@ class Cut:
 
     @cached_property
     def num_holders(self) -> int:
-        """The number of ranks that hold elements."""
         return sum(self.local_numel(rank) > 0 for rank in range(self.num_ranks))
 
     def local_shape(self, rank: int) -> Shape:
-        """Returns the shape of `rank`'s piece."""
         assert self.dim is not None, "Shard cuts a dimension"
         return (*self.shape[: self.dim], self.piece(rank).numel, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Returns the number of elements that `rank` holds."""
         outer, _, inner = self.view
         return outer * self.piece(rank).numel * inner
 
@@ -149,11 +143,9 @@ class Copies(Cut):
         return (Extent(0, 1),) * self.num_ranks
 
     def piece(self, rank: int) -> Extent:
-        """Returns the one row."""
         return self.rows[rank]
 
     def local_shape(self, rank: int) -> Shape:
-        """Returns the tensor's own shape."""
         return self.shape
 
 
@@ -198,5 +190,4 @@ class Replicate:
     """Every rank holds the whole tensor. For scalars, which have no dimension to cut."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """Returns the cut with one copy for each rank."""
         return Copies(shape, num_ranks * parts, 0, (1,) * (num_ranks * parts))

@@ -48,8 +48,6 @@ FINE = 64
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a group, and the rule by which it may be cut."""
-
     shape: Shape
     placement: RunPlacement
     name: str
@@ -145,7 +143,6 @@ class _Line:
 
     @cached_property
     def aligned_grains(self) -> list[int]:
-        """Like `grains`, for cuts that are aligned."""
         return [lcm(grain, UNSHARDED_ALIGNMENT) for grain in self.grains]
 
     # Equal shares
