@@ -21,7 +21,6 @@ def held_by(unit: Unit) -> Held:
 
 
 def held_by_groups(unit: Unit) -> list[Held]:
-    """Returns the allocated storages of each group's weights."""
     return [alive(weights.held(), unit.mesh.device) for weights in unit.weights]
 
 
@@ -49,7 +48,6 @@ def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.devi
 
 
 def bytes_of(held: Held) -> dict[MemoryKind, int]:
-    """Returns the bytes of each kind."""
     sums: Counter[MemoryKind] = Counter()
     for kind, nbytes in held.values():
         sums[kind] += nbytes
@@ -57,7 +55,6 @@ def bytes_of(held: Held) -> dict[MemoryKind, int]:
 
 
 def total(held: Held) -> int:
-    """Returns the bytes of all storages."""
     return sum(nbytes for _, nbytes in held.values())
 
 

@@ -74,7 +74,6 @@ class Watch:
         return held
 
     def arrives(self, arrival: Arrival, gradient: Held) -> None:
-        """Note a gradient that autograd has made and that no unit holds yet."""
         self.happens(arrival)
         self._see(arrival.unit, together(gradient, held_by(self.units[arrival.unit])))
         self._note()
