@@ -44,7 +44,6 @@ def evenly_spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
 
 
 def registrations(model: nn.Module) -> Counter[int]:
-    """Returns how often each parameter is registered in `model`, by its id."""
     return Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
 
 
@@ -60,7 +59,6 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]
 
 
 def numel_of(modules: list[nn.Module]) -> int:
-    """Returns the elements of all parameters of `modules`, each once."""
     return sum(each.numel() for each in {each for module in modules for each in module.parameters()})
 
 

@@ -315,7 +315,6 @@ class _ShardingRequests:
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: DiscoveredParameter) -> ShardingRequest:
-        """Returns how one parameter is to be sharded."""
         placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
         mesh = self._mesh
         if (info := getattr(placement, "mesh_info", None)) is not None:  # torch's ShardPlacementResult

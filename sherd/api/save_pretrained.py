@@ -366,6 +366,5 @@ def _beneath_wrappers(model: nn.Module, package: str, name: str) -> Any:
 
 
 def _plain_class(module: nn.Module) -> type:
-    """Returns the class of `module` before sharding."""
     cls = type(module)
     return cls.__mro__[2] if isinstance(module, FSDPModule) else cls
