@@ -90,7 +90,6 @@ def of_old_name(old: str, new: str) -> None:
 
 
 def of_optim_input(optim_input: object) -> None:
-    """Warn of the argument `optim_input`, if given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
 

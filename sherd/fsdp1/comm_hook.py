@@ -36,7 +36,6 @@ class _Hooked(ReduceScatter):
         self._in_place = in_place
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns ordinary memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -47,7 +46,6 @@ class _Hooked(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce, and return when the work is done."""
         reduced = _reduced_group(self._unit)
         numel = reduced.shard_numel
         # The hook gets a copy: the rows are used again, or are autograd's own gradient, which others may still read.
@@ -67,7 +65,6 @@ class _Hooked(ReduceScatter):
 
 
 def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor], None]:
-    """Returns an all-reduce by `hook(state, gradient)`."""
     unit_ref = weakref.ref(unit)
 
     def run(sums: torch.Tensor) -> None:

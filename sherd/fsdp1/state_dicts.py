@@ -39,7 +39,6 @@ FLAT_PARAM = "_flat_param"
 
 
 def install(wrapper: nn.Module) -> None:
-    """Register the hooks with which `wrapper` saves and loads state dicts."""
     wrapper.register_state_dict_pre_hook(_before_save)
     wrapper.register_state_dict_post_hook(_after_save)
     wrapper.register_load_state_dict_pre_hook(_before_load)
@@ -149,7 +148,6 @@ def _strip(state_dict: StateDict, prefix: str) -> None:
 
 
 def _kind_of(state: WrapperState) -> StateDictType:
-    """Returns the chosen kind; as in FSDP1, FULL_STATE_DICT where nothing is sharded."""
     kind = state.settings.state_dict_type
     assert kind is not None, "a wrapper has a kind"
     if kind is not StateDictType.FULL_STATE_DICT and state.choices.strategy is ShardingStrategy.NO_SHARD:

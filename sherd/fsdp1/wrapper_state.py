@@ -70,7 +70,6 @@ class WrapperState:
         )
 
     def use(self, settings: StateDictSettings) -> None:
-        """Give state dicts of the kind that `settings` say."""
         self.settings = settings
 
     # Around a forward
@@ -143,12 +142,10 @@ def find_state(module: nn.Module) -> WrapperState | None:
 
 
 def state_of(wrapper: nn.Module) -> WrapperState:
-    """Returns the record of `wrapper`."""
     state = find_state(wrapper)
     assert state is not None, "a wrapper has its record from the end of its making on"
     return state
 
 
 def before_forward(wrapper: nn.Module) -> None:
-    """Call `WrapperState.before_forward` of `wrapper`."""
     state_of(wrapper).before_forward()
