@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 
 class StepKind(IntEnum):
-    """The kind of a step. From `FAIL` on, ranks vote each time."""
-
     GATHER = 0
     REDUCE = 1
     FAIL = 2
@@ -63,7 +61,6 @@ class AgreedStep(NamedTuple):
 
     @property
     def is_vote(self) -> bool:
-        """Whether ranks vote each time where this step may come."""
         return self.kind >= StepKind.FAIL
 
 

@@ -78,7 +78,6 @@ class Coordinator:
     # What this rank wants
 
     def watch(self, unit: Unit) -> None:
-        """Know `unit`, one of the mesh's."""
         if unit.id not in self._numbers:
             self._numbers[unit.id] = len(self._units)
             self._units.append(weakref.ref(unit))
@@ -184,7 +183,6 @@ class Coordinator:
         self._attempt = attempt
 
     def end_attempt(self) -> None:
-        """End this rank's attempt, finished or given up."""
         self._attempt = self._failure = self._owed = None
 
     def done(self, with_all: bool = True) -> None:

@@ -54,7 +54,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set everything to the copies."""
         for undo in reversed(self._undo):
             undo()
 
