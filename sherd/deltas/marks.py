@@ -272,7 +272,6 @@ def _positions(at: torch.Tensor, box: Box, full: Full) -> torch.Tensor:
 
 
 def _takes_more(num_changes: int, numel: int, full: Full) -> bool:
-    """Returns whether positions and values take more bytes than `numel` values."""
     return num_changes * (_position_dtype(full).itemsize + full.dtype.itemsize) > numel * full.dtype.itemsize
 
 
