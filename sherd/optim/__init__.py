@@ -2,15 +2,15 @@
 
 flat.py            `flatten_optimizer`: an element-wise optimizer steps spans of the shard buffers
 matrix.py          `MatrixOptimizer`: a function of whole matrices
-muon.py            `Muon`, with AdamW for what is no hidden matrix
+muon.py            `Muon`, with AdamW for all other parameters
 newton_schulz.py   the products
 matrix_plan.py     which rank computes which matrix of a step, and what travels together
-gradients.py       whole gradients, reduced to the ranks that compute; state that lies as they do
-matrix_state.py    what a function keeps of whole matrices: where it lies
-exchange.py        the way of matrices to their owners and back
+gradients.py       full gradients, reduced to the ranks that compute; state in the same layout
+matrix_state.py    what a function keeps of whole matrices: its owners and layout
+exchange.py        the exchange of matrices with their owners
 owners.py          who owns what
-under_way.py       steps that wait for what travels, beside a backward
-faults.py          what goes wrong on one rank, told to all
+under_way.py       steps that wait for an exchange, while a backward goes on
+faults.py          what goes wrong on one rank, reported to all
 torch_muon.py      steps of `torch.optim.Muon` over shards
 """
 

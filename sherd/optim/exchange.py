@@ -1,13 +1,13 @@
-"""How matrices whose elements lie on several ranks travel to their owners, and what is computed of them back.
+"""How matrices whose elements are on several ranks travel to their owners, and their updates to the shards.
 
-    rank 0  | w1 rows 0-1 | w2 rows 0-1 |     there    rank 0 (owner of w1)  | w1 rows 0-3 |
-    rank 1  | w1 rows 2-3 | w2 rows 2-3 |    ------>   rank 1 (owner of w2)  | w2 rows 0-3 |
-                                              back
-                                             <------
+    rank 0  | w1 rows 0-1 | w2 rows 0-1 |   to owners    rank 0 (owner of w1)  | w1 rows 0-3 |
+    rank 1  | w1 rows 2-3 | w2 rows 2-3 |   --------->   rank 1 (owner of w2)  | w2 rows 0-3 |
+                                           from owners
+                                           <-----------
 
-One all-to-all there and one back for all matrices of a bucket, packed without padding. Where shards are replicated, the
-replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to the ranks of all. Where
-tensor parallelism cuts a matrix first, its part on each rank is put together so, and then the parts are.
+One all-to-all to the owners and one from them for all matrices of a bucket, packed without padding. Where shards are
+replicated, the replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to all
+ranks. Where tensor parallelism cuts a matrix, the part of each tensor-parallel rank is assembled before the matrix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Batch = tuple[int, int, int]
 
 
 def work_of(batch: Batch) -> float:
-    """Returns the work of a function of whole matrices, up to a factor: that of an iteration of Newton-Schulz."""
+    """Returns the work of a function of full matrices, up to a factor: that of an iteration of Newton-Schulz."""
     number, *sides = batch
     less, more = sorted(sides)
     return number * less * less * (2 * more + less)
@@ -60,7 +60,7 @@ class TensorAxis:
     def own(self) -> int:
         return self.mesh.get_local_rank(self.axis)
 
-    def beside(self, rank: int) -> list[int]:
+    def line_of(self, rank: int) -> list[int]:
         """Returns the ranks that differ from `rank` in this coordinate alone, in its order."""
         at: list[int] = (self.mesh.mesh == rank).nonzero()[0].tolist()
         line: list[int] = self.mesh.mesh.movedim(self.axis, -1)[tuple(at[: self.axis] + at[self.axis + 1 :])].tolist()
@@ -68,13 +68,13 @@ class TensorAxis:
 
 
 Holder = tuple[int, int]
-"""What a rank holds of parameters: the part that tensor parallelism leaves to it, 0 without, and its piece of that."""
+"""What a rank holds of parameters: the number of its tensor-parallel part, 0 if there is one only, and of its shard."""
 
 
 class Ring:
-    """The ranks that hold the pieces of some parameters, numbered by part, then by shard, then by replica.
+    """The ranks that hold the shards of some parameters, numbered by part, then by shard, then by replica.
 
-    `rank` is this rank's number. `holders[number]` says which piece of each parameter a rank holds.
+    `rank` is this rank's number. `holders[number]` says which shard of each parameter a rank holds.
     """
 
     def __init__(self, mesh: DataMesh, across: TensorAxis | None = None) -> None:
@@ -82,7 +82,7 @@ class Ring:
         self.num_replicas = mesh.num_replicas
         self._group: dist.ProcessGroup | None = None
         ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
-        lines = [[rank] if across is None else across.beside(rank) for rank in ranks]
+        lines = [[rank] if across is None else across.line_of(rank) for rank in ranks]
         self.ranks = [rank for part in zip(*lines, strict=True) for rank in part]
         own = 0 if across is None else across.own
         self.rank = own * len(ranks) + mesh.shard_rank * mesh.num_replicas + mesh.replica
@@ -94,11 +94,11 @@ class Ring:
         )
 
     def axes_of(self, mesh: DeviceMesh) -> list[int]:
-        """Returns the axes of a mesh whose ranks these are, the slowest first as they are numbered here."""
+        """Returns the axes of a mesh that the ranks of this ring span, the slowest first as the ring numbers them."""
         ranks, at = mesh.mesh, mesh.get_coordinate()
         assert at is not None, "a rank steps what it holds"
-        beside = [tuple(at[:axis] + at[axis + 1 :]) for axis in range(mesh.ndim)]
-        lines = [ranks.movedim(axis, -1)[others].tolist() for axis, others in enumerate(beside)]
+        other_coordinates = [tuple(at[:axis] + at[axis + 1 :]) for axis in range(mesh.ndim)]
+        lines = [ranks.movedim(axis, -1)[others].tolist() for axis, others in enumerate(other_coordinates)]
         axes = [axis for axis, line in enumerate(lines) if not set(line) - set(self.ranks)]
         own = ranks[tuple(slice(None) if axis in axes else number for axis, number in enumerate(at))]
         order = next(
@@ -111,10 +111,10 @@ class Ring:
         """The group of all these ranks. All of them ask for it at the same moment when they do so first."""
         # No cached property: up to Python 3.11 it lets one thread in at a time, and ranks may be threads.
         if self._group is None:
-            everybody = default_group()
-            known = (self.mesh.shard_group, self.mesh.replicate_group, everybody)
+            all_ranks = default_group()
+            known = (self.mesh.shard_group, self.mesh.replicate_group, all_ranks)
             same = [group for group in known if group is not None and group.size() == len(self.ranks)]
-            self._group = same[0] if same else group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
+            self._group = same[0] if same else group_beside(all_ranks, "matrices", sorted(self.ranks), self.mesh.device)
         return self._group
 
     @cached_property
@@ -122,7 +122,7 @@ class Ring:
         return [self.ranks.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
     def senders(self, owner: int) -> list[int]:
-        """Returns the numbers of the ranks that send their pieces to `owner`, each piece once."""
+        """Returns the numbers of the ranks that send their shards to `owner`, each shard once."""
         if self.mesh.shards_replicas:
             return list(range(len(self.ranks)))
         return list(range(owner % self.num_replicas, len(self.ranks), self.num_replicas))
@@ -130,10 +130,10 @@ class Ring:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of some matrices that tensor parallelism leaves to a rank; all of them without.
+    """The part of some matrices on one tensor-parallel rank; all of them without tensor parallelism.
 
     Attributes:
-        cuts: how data parallelism cuts the gradient of the rank's tensor, and the tensor, to which updates go `back`.
+        cuts: how data parallelism cuts the gradient of the rank's tensor, and the tensor, which receives `updates`.
         elements: the elements of this tensor, flattened, that belong to the matrices.
         shape: their shape, as a batch.
     """
@@ -142,17 +142,17 @@ class Part:
     elements: Extent
     shape: Batch
 
-    def held(self, piece: int, back: bool = False) -> Extent:
-        """Returns the elements of a piece's flattened gradient, or tensor, that belong to the matrices."""
-        cut = self.cuts[back]
+    def held(self, piece: int, updates: bool = False) -> Extent:
+        """Returns the elements of a shard's flattened gradient, or tensor, that belong to the matrices."""
+        cut = self.cuts[updates]
         if cut.view[0] > 1:
             return Extent(0, cut.local_numel(piece))
         run = run_of(cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, piece: int, back: bool) -> PieceRows:
-        """Returns where a piece's elements are in this part."""
-        cut = self.cuts[back]
+    def place(self, piece: int, updates: bool) -> PieceRows:
+        """Returns where a shard's elements are in this part."""
+        cut = self.cuts[updates]
         if cut.view[0] > 1:
             return PieceRows(cut.view, cut.piece(piece))
         part = run_of(cut, piece).intersect(self.elements)
@@ -161,13 +161,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class MatrixItem:
-    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
+    """Full matrices of one parameter that one rank computes. Two items are equal if they are one object.
 
     Attributes:
         index: the number of the parameter among those that are stepped.
         batch: the matrices.
-        parts: what they are put together of, beside one another.
-        dim: the dim of the parts' shapes along which they are beside one another.
+        parts: what they are assembled from, next to each other.
+        dim: the dim of the parts' shapes along which they are concatenated.
         owner: the number in the ring of the rank that computes them.
     """
 
@@ -185,8 +185,8 @@ class MatrixItem:
     def flops(self) -> float:
         return work_of(self.batch)
 
-    def held(self, holder: Holder, back: bool = False) -> Extent:
-        return self.parts[holder[0]].held(holder[1], back)
+    def held(self, holder: Holder, updates: bool = False) -> Extent:
+        return self.parts[holder[0]].held(holder[1], updates)
 
     def has_all(self, holder: Holder) -> bool:
         return self.held(holder).numel == self.numel
@@ -198,14 +198,14 @@ class MatrixItem:
         shaped = [each.view(part.shape) for each, part in zip(parts, self.parts, strict=True)]
         return torch.cat(shaped, self.dim).view(self.batch)
 
-    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts of matrices, 1-D."""
         if len(self.parts) == 1:
-            return [whole.reshape(-1)]
+            return [full.reshape(-1)]
         sizes = [part.shape[self.dim] for part in self.parts]
         shape = list(self.parts[0].shape)
         shape[self.dim] = sum(sizes)
-        return [each.reshape(-1) for each in whole.reshape(shape).split(sizes, self.dim)]
+        return [each.reshape(-1) for each in full.reshape(shape).split(sizes, self.dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +219,16 @@ class PieceRows:
     def numel(self) -> int:
         return self.view[0] * self.rows.numel * self.view[2]
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the view of `whole`, 1-D, that this place is."""
-        return whole.view(self.view).narrow(1, self.rows.start, self.rows.numel)
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the view of these rows in `full`, 1-D."""
+        return full.view(self.view).narrow(1, self.rows.start, self.rows.numel)
 
 
 # Ranks may be thousands, and equal blocks are cut alike.
 @functools.lru_cache(256)
 def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> list[list[int]]:
-    """Returns how many elements of the gradients of some matrices each of the holders has, and of the matrices."""
-    return [[parts[at].held(piece, back).numel for at, piece in holders] for back in (False, True)]
+    """Returns how many elements each holder has of the gradients of some matrices, and of the matrices themselves."""
+    return [[parts[at].held(piece, updates).numel for at, piece in holders] for updates in (False, True)]
 
 
 @functools.lru_cache(256)
@@ -238,17 +238,17 @@ def _borders(cut: Cut) -> frozenset[int]:
 
 
 def run_of(cut: Cut, piece: int) -> Extent:
-    """Returns the elements of a flattened tensor that are in a piece, of a cut whose pieces are consecutive."""
+    """Returns the elements of a flattened tensor that are in a shard, of a cut whose shards are contiguous ranges."""
     rows, inner = cut.piece(piece), cut.view[2]
     return Extent(rows.start * inner, rows.numel * inner)
 
 
 def items_of(index: int, batch: Batch, cuts: tuple[Cut, Cut]) -> list[MatrixItem]:
-    """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
+    """Returns the items of a parameter: matrices that are complete on one rank are items apart from cut ones.
 
     Args:
         index: the number of the parameter.
-        batch: how it is made of matrices, one behind the other.
+        batch: how many matrices it consists of, one after the other, and their sizes.
         cuts: how its gradient is cut, and how it is cut itself.
     """
     number, rows, columns = batch
@@ -270,7 +270,7 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
 
     Args:
         index: the number of the parameter.
-        batch: how the whole parameter is made of matrices.
+        batch: the matrices of the full parameter.
         cuts: how the parts are cut, each over the ranks of data parallelism.
         dim: the dim of the parameter.
         num_ranks: how many ranks there are, to divide the matrices.
@@ -331,7 +331,7 @@ Local = dict[int, torch.Tensor]
 
 
 class Bucket:
-    """Items that travel together: their way to their owners and back, the same, in one order, on all ranks.
+    """Items that are exchanged together, to their owners and from them, on all ranks the same and in the same order.
 
     Their parameters have one dtype, and shards that may rest in host memory. Gradients of items that are `at_owners` do
     not travel.
@@ -340,8 +340,8 @@ class Bucket:
     def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
         self.ring, self.dtype, self.device = ring, dtype, ring.mesh.device
         self.own = [item for item in items if item.owner == ring.rank]
-        self.here: list[tuple[MatrixItem, Extent]] = []
-        """Items that this rank computes by itself, together with those of the bucket."""
+        self.local: list[tuple[MatrixItem, Extent]] = []
+        """Items that this rank has complete, computed together with those of the bucket."""
         self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
         self._header = torch.empty(0)
         self._missing: list[int] | None = None
@@ -349,40 +349,43 @@ class Bucket:
         self._numels = {item.index: item.parts[at].cuts[0].local_numel(piece) for item in items}
         of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
 
-        def held(back: bool) -> list[list[tuple[int, Extent]]]:
+        def held(updates: bool) -> list[list[tuple[int, Extent]]]:
             """Returns the elements of local tensors that belong to the items of each rank."""
             return [
                 [
                     (item.index, part)
                     for item in line
-                    if (back or self._sends(ring.rank, item)) and (part := item.held(holder, back)).numel
+                    if (updates or self._sends(ring.rank, item)) and (part := item.held(holder, updates)).numel
                 ]
                 for line in of_rank
             ]
 
-        def places(back: bool) -> list[list[tuple[int, int, PieceRows]]]:
-            """Returns the own items of which each rank has a piece, by number, and where it is, in which part."""
+        def places(updates: bool) -> list[list[tuple[int, int, PieceRows]]]:
+            """Returns the own items of which each rank has a shard: number, part, and the shard's place in it."""
             return [
                 [
-                    (number, at, item.parts[at].place(piece, back))
+                    (number, at, item.parts[at].place(piece, updates))
                     for number, item in enumerate(self.own)
-                    if (back or self._sends(rank, item)) and item.held((at, piece), back).numel
+                    if (updates or self._sends(rank, item)) and item.held((at, piece), updates).numel
                 ]
                 for rank, (at, piece) in enumerate(ring.holders)
             ]
 
-        self._sent, received = held(False), places(False)
-        updated, self._sent_back = held(True), places(True)
+        self._sent, received = held(updates=False), places(updates=False)
+        updated, self._sent_updates = held(updates=True), places(updates=True)
         self._received, self._updated = list(chain.from_iterable(received)), list(chain.from_iterable(updated))
-        self._there, self._back = _sizes(self._sent, received), _sizes(self._sent_back, updated)
+        self._sizes_to_owners = _sizes(self._sent, received)
+        self._sizes_from_owners = _sizes(self._sent_updates, updated)
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
-        """Returns whether a rank, if it holds a piece of the gradient of `item`, sends that piece to the owner."""
+        """Returns whether a rank, if it holds a shard of the gradient of `item`, sends that shard to the owner."""
         if item.has_all(self.ring.holders[item.owner]):
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype, faults: StepFaults) -> Moving | Local:
+    def to_owners(
+        self, directions: Mapping[int, torch.Tensor], wire: torch.dtype, faults: StepFaults
+    ) -> Moving | Local:
         """Start to send the directions in the dtype `wire`, unless they are at their owners.
 
         Those without a gradient are zeros, so that sizes are the same in each step.
@@ -403,45 +406,45 @@ class Bucket:
         for line in self._sent:
             parts.append(header)
             parts += [local[index][part.start : part.stop] for index, part in line]
-        return self._start(parts, self._there, header)
+        return self._start(parts, self._sizes_to_owners, header)
 
-    def whole(self, there: Moving | Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
-        """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
-        if not isinstance(there, Moving):
+    def full(self, sent: Moving | Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
+        """Returns the own items, each [number, rows, columns], and the headers of ranks that sent gradients, if any."""
+        if not isinstance(sent, Moving):
             holder = self.ring.holders[self.ring.rank]
             held = [(item, item.held(holder)) for item in self.own]
-            whole = {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}
-            return whole, torch.empty(0)
-        headers, pieces = there.wait()
-        parts = [[there.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
-        if pieces:
+            full = {item: sent[item.index][part.start : part.stop].view(item.batch) for item, part in held}
+            return full, torch.empty(0)
+        headers, shards = sent.wait()
+        parts = [[sent.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
+        if shards:
             places = [place.of(parts[number][part]) for number, part, place in self._received]
-            torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
+            torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(shards, places, strict=True)])
         return {item: item.joined(each) for item, each in zip(self.own, parts, strict=True)}, headers
 
-    def back(self, updates: Mapping[MatrixItem, torch.Tensor], faults: StepFaults) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to their holders."""
+    def from_owners(self, updates: Mapping[MatrixItem, torch.Tensor], faults: StepFaults) -> Moving:
+        """Start to send the shards of `updates`, of all own items, to their holders."""
         flat = [item.split(updates[item]) for item in self.own]
         header, parts = faults.header(self._header), list[torch.Tensor]()
-        for line in self._sent_back:
+        for line in self._sent_updates:
             parts.append(header)
             parts += [place.of(flat[number][part]).reshape(-1) for number, part, place in line]
-        return self._start(parts, self._back, header)
+        return self._start(parts, self._sizes_from_owners, header)
 
     def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], torch.Tensor]:
         """Returns numbers of parameters, elements of their local tensors, and these updates; and all ranks' headers."""
-        headers, pieces = moving.wait()
-        updated = zip(self._updated, pieces, strict=True)
+        headers, shards = moving.wait()
+        updated = zip(self._updated, shards, strict=True)
         return [(index, held, update) for (index, held), update in updated], headers
 
     def _start(self, parts: Sequence[torch.Tensor], sizes: Sizes, like: torch.Tensor) -> Moving:
-        """Start the all-to-all: `parts` behind one another, of which each rank gets as many elements as `sizes` say."""
+        """Start the all-to-all: `parts`, concatenated, of which each rank gets as many elements as `sizes` say."""
         group, order, dtype = self.ring.group, self.ring.order, like.dtype
         sent, numels = sizes
         line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts])
         if order != sorted(order):
-            pieces = line.split(sent)
-            line = torch.cat([pieces[number] for number in order])
+            by_rank = line.split(sent)
+            line = torch.cat([by_rank[number] for number in order])
         received = [sum(numels[number]) for number in order]
         buffer = line.new_empty(sum(received))
         with named("the exchange of matrices", group):
@@ -452,7 +455,7 @@ class Bucket:
 
 @dataclass
 class Moving:
-    """An all-to-all under way. `line`, what is sent, lives until it has ended."""
+    """An all-to-all under way. `line`, what is sent, is held until it has ended."""
 
     work: dist.Work | None
     line: torch.Tensor
@@ -462,11 +465,11 @@ class Moving:
     group: dist.ProcessGroup
 
     def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns the header of each rank of the ring, one below the other, and the parts behind them, each 1-D."""
+        """Returns the headers, [ranks of the ring, HEADER], and the parts after them, each 1-D."""
         if self.work is not None:
             with named("the exchange of matrices", self.group):
                 self.work.wait()
         parts = iter(self.buffer.split([numel for number in self.order for numel in self.numels[number]]))
         by_number = {number: [next(parts) for _ in self.numels[number]] for number in self.order}
         lines = [by_number[number] for number in range(len(self.order))]
-        return torch.stack([line[0] for line in lines]), [piece for line in lines for piece in line[1:]]
+        return torch.stack([line[0] for line in lines]), [part for line in lines for part in line[1:]]

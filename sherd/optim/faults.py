@@ -1,7 +1,7 @@
-"""What goes wrong on one rank in a step of whole matrices, and how the other ranks get to know it.
+"""What goes wrong on one rank in a step of whole matrices, and how it is reported to the other ranks.
 
-A rank that cannot go on takes part in the exchanges of the step all the same. A header travels in front of all that it
-sends, there and back, and says what is wrong. So all ranks raise together, and before a parameter changes.
+A rank that cannot go on still takes part in the exchanges of the step. A header precedes all that it sends, to owners
+and from them, with its status: what is wrong. All ranks then raise together, before a parameter changes.
 
 On an accelerator the host does not wait for headers. There the device leaves out updates that are not finite, and the
 headers are read when the next step begins, on all ranks.
@@ -44,15 +44,15 @@ class StepFaults:
     def __init__(self) -> None:
         self.wrong, self._index = 0, 0
         self.missing_besides: list[int] = []
-        """The numbers of parameters that are stepped besides matrices and lack a gradient here."""
+        """The numbers of parameters that are stepped besides matrices and lack a gradient on this rank."""
         self._error: Exception | None = None
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-        self._told: list[tuple[list[int], Told]] = []
+        self._reported: list[tuple[list[int], Reported]] = []
         self._has_stepped = False
 
     def note(self, wrong: int, index: int, error: Exception | None = None) -> None:
-        """Keep what is wrong with the parameter of a number, and the error to raise here, if it is the first thing."""
+        """Keep what is wrong with parameter `index`, and the error to raise on this rank, if it is the first one."""
         if not self.wrong:
             self.wrong, self._index, self._error = wrong, index, error
 
@@ -113,29 +113,31 @@ class StepFaults:
         line = self._on_device.get(missing.device)
         return missing if line is None else torch.where(line[0] > 0, line.to(missing.dtype), missing)
 
-    def keep_told(self, told: Sequence[tuple[list[int], torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
+    def keep_reported(
+        self, status: Sequence[tuple[list[int], torch.Tensor]]
+    ) -> list[tuple[list[int], Reported]] | None:
         """Keep headers, [2, ranks, HEADER], and their ranks. Returns those to be read now; None for nothing.
 
         On an accelerator the host reads those of the first step alone now: only then all ranks wait for one another.
         The next step takes all others.
         """
-        headers = list(told)
+        headers = list(status)
         if not headers:
             headers = [([own_rank()], each.expand(2, 1, HEADER).contiguous()) for each in self._on_device.values()]
-        now: list[tuple[list[int], Told]] = []
-        later: list[tuple[list[int], Told]] = []
+        now: list[tuple[list[int], Reported]] = []
+        later: list[tuple[list[int], Reported]] = []
         for ranks, each in headers:
-            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Told(each)))
-        self._told, self._has_stepped = later, True
+            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Reported(each)))
+        self._reported, self._has_stepped = later, True
         return None if later and not now else now
 
-    def take_told(self) -> list[tuple[list[int], Told]]:
+    def take_reported(self) -> list[tuple[list[int], Reported]]:
         """Returns the headers that the step before has kept, and forgets them."""
-        told, self._told = self._told, []
-        return told
+        reported, self._reported = self._reported, []
+        return reported
 
 
-class Told:
+class Reported:
     """Headers on their way to the host: `read` waits for them."""
 
     def __init__(self, headers: torch.Tensor) -> None:
@@ -146,13 +148,13 @@ class Told:
             lane = streams_for(headers.device).all_reduce
             lane.follow_compute()
             self._handoff = lane.run(partial(self._take, headers))
-            self._handoff.wait()  # before compute's memory goes back
+            self._handoff.wait()  # before compute's memory returns to its pool
 
     def _take(self, headers: torch.Tensor, _: bool) -> None:
         self._headers.copy_(headers, non_blocking=True)
 
     def read(self) -> list[list[list[int]]]:
-        """Returns the numbers of all headers: there and back, of each rank."""
+        """Returns the numbers of all headers: to owners and from them, of each rank."""
         if self._handoff is not None:
             self._handoff.wait_on_host()
         return [[[int(number) for number in header] for header in way] for way in self._headers.tolist()]

@@ -126,7 +126,7 @@ class FlatStep(_Optimizer):
         return _Stepper(self._sherd_kind)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the optimizer's own state dict, where each shard has a count of steps of its own."""
+        """Returns the optimizer's own state dict, where each shard has its own count of steps."""
         state_dict = super().state_dict()  # the shards of a span share one count
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
@@ -270,7 +270,7 @@ def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView
 def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
     """Returns the shards of each span: neighbours in the buffer with one `_span_key`.
 
-    A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps there.
+    A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps in it.
     """
     numbers: dict[int, object] = {}
     keyed = [(_span_key(view, state_of, numbers), view) for view in views]
@@ -347,7 +347,7 @@ class ShardView:
 
     @property
     def is_in_buffer(self) -> bool:
-        """Returns whether the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        """Returns whether the shard is a view of the buffer. After `module.to()` it is none until the next forward."""
         return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
@@ -420,7 +420,7 @@ class SteppedSpan:
     # Gradients
 
     def take_gradient(self) -> bool:
-        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if any is missing."""
+        """Give `flat` the shards' gradients, uncopied if they share one buffer. Returns False if any is missing."""
         try:
             parts = local_gradients(self.shards)
         except AttributeError:  # a gradient is None or no DTensor
@@ -440,7 +440,7 @@ class SteppedSpan:
     # State
 
     def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
-        """Make the span's state of the shards' states, uncopied if these lie in one buffer; shards get views of it.
+        """Make the span's state of the shards' states, uncopied if these share one buffer; shards get views of it.
 
         `known` has the states of shards that were in a span before, by the id of the shard.
         """

@@ -1,4 +1,4 @@
-"""Gradients of matrices, and state that lies as they do; whole ones go to the ranks that compute their matrices."""
+"""Gradients of matrices, and state in their layout; full gradients go to the ranks that compute their matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def zeros_as_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros that lie as the reduced gradient of a parameter does: state, element by element."""
+    """Returns zeros in the layout of a parameter's reduced gradient, for state that is element-wise."""
     record = ShardedParameter.of(parameter)
     if record is None or record.gradient_owner is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -47,9 +47,9 @@ def zeros_as_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
-    """Returns a tensor of a parameter's shape as the reduced gradient lies. All ranks must call it.
+    """Returns a tensor of a parameter's shape in the layout of the reduced gradient. All ranks must call it.
 
-    State from a file, and gradients that a user made like the parameter, lie otherwise.
+    State from a file, and gradients that a user made like the parameter, have another layout.
     """
     spec = in_dtype(record.shard_spec, value.dtype) if record.flat else record.gradient_spec(value.dtype)
     if isinstance(value, DTensor) and lies_as(value, spec):
@@ -58,7 +58,7 @@ def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Ten
 
 
 def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Let backward reduce the whole gradient of each parameter to one rank, so that all ranks get equal work.
+    """Let backward reduce the full gradient of each parameter to one rank, so that all ranks get equal work.
 
     This is for parameters that the user gave no placement, and whose shards do not consist of whole matrices.
 
@@ -87,7 +87,7 @@ def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 
 def may_own_gradient(record: ShardedParameter) -> bool:
-    """Returns whether the whole gradient of a parameter, placed by default, may go to one rank."""
+    """Returns whether the full gradient of a parameter, placed by default, may be reduced to one rank."""
     mesh, unit = record.mesh, record.owner
     return (
         record.is_placed_by_default

@@ -1,11 +1,11 @@
 """`MatrixOptimizer`: an optimizer whose step is a function of whole matrices, whatever way their elements are sharded.
 
-    gradient's shard --directions--> direction's shard --there--> whole matrices, at their owners
-                                                                    | function, batched by shape
-    parameter's shard <----apply---- update's shard   <--back--   whole updates
+    gradient's shard --directions--> direction's shard --to owners--> whole matrices, at their owners
+                                                                        | function, batched by shape
+    parameter's shard <----apply---- update's shard  <--from owners-- whole updates
 
-Everything is computed on local tensors: no operation of a step is dispatched by DTensor. Matrices that lie on one rank
-as a whole (`Owned()`, experts or heads under a placement that does not cut them) do not travel.
+Everything is computed on local tensors: no operation of a step is dispatched by DTensor. Matrices that are complete
+on one rank (`Owned()`, experts or heads under a placement that does not cut them) do not travel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeE
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
-from sherd.optim.faults import BESIDES, FUNCTION, GRADIENT, NOT_FINITE, Told
+from sherd.optim.faults import BESIDES, FUNCTION, GRADIENT, NOT_FINITE, Reported
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
 from sherd.optim.matrix_plan import Group, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
@@ -54,14 +54,14 @@ class MatrixOptimizer(Optimizer):
     returns as many updates of that shape. A parameter p becomes `p * (1 - lr * weight_decay) - lr * update`. The
     function runs once for each matrix, on one rank: the matrices are divided so that all ranks have equal work. Under
     `Owned()`, and where a rank's shard is whole matrices, nothing travels. Else the shards of a gradient go to its
-    owner in one all-to-all, and those of the update come back in another.
+    owner in one all-to-all, and those of the update return in another.
 
     A 2-D parameter is one matrix, a 3-D one a batch of them (experts), and one of more dims, of a convolution, is
     flattened behind its first dim.
 
     With `state` it is `function(matrices, {name: tensor})`: what it keeps of these matrices, [number, *shape], which it
     changes in place or replaces. `optimizer.state[parameter][name]` shows that of all matrices of a parameter as one
-    DTensor, which lies with their owners. Checkpoints take it to other layouts and numbers of ranks.
+    DTensor, with its entries on the owners. Checkpoints load it in other layouts and on other numbers of ranks.
 
     Args:
         params: parameters, `(name, parameter)` pairs or groups of them, as for any optimizer of torch.
@@ -167,7 +167,7 @@ class MatrixOptimizer(Optimizer):
                     )
 
     _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
-    """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
+    """Own attributes that a copy of the optimizer has, too. The copy plans its own steps."""
 
     def __getstate__(self) -> Group:
         """Returns what torch's optimizers pickle, and the own attributes."""
@@ -205,7 +205,7 @@ class MatrixOptimizer(Optimizer):
         return ADAMS & set(state) if is_adams else set()
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
-        """Returns where a loaded state belongs: as the gradient lies, or with the matrices' owners; None: elsewhere."""
+        """Returns the layout of a loaded state: the gradient's, or at the matrices' owners; None: torch's choice."""
         record = ShardedParameter.of(parameter)
         if record is None or not shape:
             return None
@@ -288,7 +288,7 @@ class MatrixOptimizer(Optimizer):
             terms.append(f"{self._name_of(parameter)} as {number} x {rows} x {columns} in {wire}")
             if (record := ShardedParameter.of(parameter)) is not None and isinstance(owner := record.owner, Unit):
                 units[owner.id] = owner
-        Runtime.agree_on_call(list(units.values()), f"steps {type(self).__name__} anew", terms)
+        Runtime.agree_on_call(list(units.values()), f"begins to step {type(self).__name__} by a new plan", terms)
 
     # What a subclass may do otherwise
 
@@ -299,9 +299,9 @@ class MatrixOptimizer(Optimizer):
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Returns what the function is given of each parameter: a tensor shaped as the parameter's gradient here.
+        """Returns what the function is given of each parameter: a tensor shaped as the parameter's local gradient.
 
-        It is computed element by element, on each rank for the elements that lie there.
+        It is computed element by element, on each rank for its own elements.
 
         Args:
             group: the parameter group.
@@ -340,7 +340,7 @@ class MatrixOptimizer(Optimizer):
         leaves out updates that are not finite, or whose gradients some ranks lack, and the next step raises.
 
         Raises:
-            GradientError: a gradient lies otherwise than its parameter, or is sparse, or is missing on some ranks.
+            GradientError: a gradient has another layout than its parameter, or is sparse, or is missing on some ranks.
             OptimizerError: the function failed, returned what it may not, or an update is not finite.
             CommError: another rank did not take part in an exchange.
         """
@@ -361,7 +361,7 @@ class MatrixOptimizer(Optimizer):
         is_beside_backward, groups = in_backward(), self._left_to_step()
         plan = self._plan_of(groups)
         yield from _Step(self, plan, groups).parts()
-        if is_beside_backward:  # the hooks of optimizers have noted writes before these updates were there
+        if is_beside_backward:  # the hooks of optimizers have noted writes before these updates arrived
             plan.note_written()
 
     def _left_to_step(self) -> list[Group]:
@@ -373,7 +373,7 @@ class MatrixOptimizer(Optimizer):
         stepped, self._stepped = self._stepped, set()
         if not stepped:
             return groups
-        # Their gradients are gone, and zeros would travel in their place.
+        # Their gradients are gone, and zeros would be sent in their place.
         left = [
             [each for each in group["params"] if each.grad is not None or id(each) not in stepped] for group in groups
         ]
@@ -399,18 +399,18 @@ class _Step:
 
     def parts(self) -> Parts:
         """Makes the step. Yields where it would wait for what travels."""
-        if told := self.faults.take_told():
-            self._raise_told(told)
+        if reported := self.faults.take_reported():
+            self._raise_reported(reported)
         self.faults.take()  # of a step that was given up with the backward around it
         if self.plan.begins():
             self.optimizer._agree_on(self.plan)
             self._move_states()
         self._take_directions()
         self.faults.look_besides(len(self.plan.parameters), self.besides)
-        self._compute(self.plan.here, {})
-        now = self.faults.keep_told((yield from self._exchange()))
+        self._compute(self.plan.local, {})
+        now = self.faults.keep_reported((yield from self._exchange()))
         if now is not None:
-            self._raise_told(now)
+            self._raise_reported(now)
         for group, indices in self.groups:
             self._apply(group, [index for index in indices if index in self.updates])
 
@@ -426,7 +426,7 @@ class _Step:
             self._place_states(group, indices, makes_them=False)
 
     def _place_states(self, group: Group, indices: Sequence[int], makes_them: bool) -> None:
-        """Move the states of whole matrices that lie elsewhere than their owners. With `makes_them`, make new ones."""
+        """Move the states of matrices that are not at their owners. With `makes_them`, make new ones."""
         state_of = self.optimizer.state
         for index in indices:
             parameter, (_, *sizes) = self.plan.parameters[index], self.plan.batches[index]
@@ -453,82 +453,82 @@ class _Step:
                 at = len(gradients)
                 gradients.append(local_gradient(parameter))
             for group, indices in self.groups:
-                there = [index for index in indices if gradients[index] is not None]
-                at, given = indices[0] if indices else 0, [gradients[index] for index in there]
-                parameters = [self.plan.parameters[index] for index in there]
+                present = [index for index in indices if gradients[index] is not None]
+                at, given = indices[0] if indices else 0, [gradients[index] for index in present]
+                parameters = [self.plan.parameters[index] for index in present]
                 computed = self.optimizer.directions(group, parameters, given)  # type: ignore[arg-type]
-                directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
-                self._place_states(group, there, makes_them=True)
+                directions |= {index: each.reshape(-1) for index, each in zip(present, computed, strict=True)}
+                self._place_states(group, present, makes_them=True)
         except Exception as error:
             self.faults.note(GRADIENT, at, error)
         else:
             self.directions = directions
 
     def _exchange(self) -> Generator[None, None, list[tuple[list[int], torch.Tensor]]]:
-        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
+        """Compute all other updates: meanwhile, the next bucket travels to its owners, and the one before from them.
 
-        Yields before the first bucket that travels is waited for there, and when all are on their way back.
+        Yields before it waits for the first bucket that travels to owners, and when all travel from them.
 
         Returns:
-            The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket,
-            and the ranks.
+            The headers of each bucket, [2 or 1, ranks, HEADER], and the ranks. Two: to owners and from
+            them; one: gradients were at owners already.
         """
         buckets = self.plan.buckets
-        there, headers, back = deque(map(self._there, buckets[:1])), [], []
+        sent, headers, updates = deque(map(self._to_owners, buckets[:1])), [], []
         first = next((bucket for bucket in buckets if not bucket.at_owners), None)
         for number, bucket in enumerate(buckets):
-            there += map(self._there, buckets[number + 1 : number + 2])
+            sent += map(self._to_owners, buckets[number + 1 : number + 2])
             if bucket is first:
                 yield
-            header, moving = self._turn(bucket, there.popleft())
+            header, moving = self._turn(bucket, sent.popleft())
             headers.append(header)
-            back.append(moving)
+            updates.append(moving)
         with_gradient = set(self.directions)
         self.directions.clear()
-        if back:
+        if updates:
             yield
-        told = []
-        for bucket, header, moving in zip(buckets, headers, back, strict=True):
-            arrived, header_back = bucket.arrived(moving)
-            told.append((bucket.ring.ranks, torch.stack([header, header_back] if len(header) else [header_back])))
+        status = []
+        for bucket, header, moving in zip(buckets, headers, updates, strict=True):
+            arrived, from_owners = bucket.arrived(moving)
+            status.append((bucket.ring.ranks, torch.stack([header, from_owners] if len(header) else [from_owners])))
             for index, held, update in arrived:
                 if index in with_gradient:
                     self.updates[index].append((held, update))
-        return told
+        return status
 
-    def _there(self, bucket: Bucket) -> Moving | Local:
+    def _to_owners(self, bucket: Bucket) -> Moving | Local:
         wire = self.optimizer.travels_in(bucket.dtype, bucket.device)
-        return bucket.there(self.directions, wire, self.faults)
+        return bucket.to_owners(self.directions, wire, self.faults)
 
-    def _turn(self, bucket: Bucket, there: Moving | Local) -> tuple[torch.Tensor, Moving]:
-        """Compute the updates of a bucket that has come there, and start to send them back.
+    def _turn(self, bucket: Bucket, sent: Moving | Local) -> tuple[torch.Tensor, Moving]:
+        """Compute the updates of a bucket that has reached its owners, and start to send them to the holders.
 
         Returns:
-            The headers that came with it, if any, and what is on its way.
+            The headers that came with it, if any, and the exchange that was started.
         """
-        whole, header = bucket.whole(there)
+        full, header = bucket.full(sent)
         # Where the host does not read the headers in time.
         is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
         # Of matrices without a gradient nothing is computed or kept.
-        idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in self.directions}
-        stepped = {item: each for item, each in whole.items() if item not in idle}
-        computed = idle | self._compute(bucket.here, stepped, is_void)
-        return header, bucket.back(computed, self.faults)
+        idle = {item: torch.zeros_like(each) for item, each in full.items() if item.index not in self.directions}
+        stepped = {item: each for item, each in full.items() if item not in idle}
+        computed = idle | self._compute(bucket.local, stepped, is_void)
+        return header, bucket.from_owners(computed, self.faults)
 
     def _compute(
         self,
-        here: Sequence[tuple[MatrixItem, Extent]],
-        whole: Mapping[MatrixItem, torch.Tensor],
+        local: Sequence[tuple[MatrixItem, Extent]],
+        received: Mapping[MatrixItem, torch.Tensor],
         is_void: torch.Tensor | None = None,
     ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of `whole` matrices, and notes those of items that are `here`."""
-        matrices = dict(whole)
-        for item, held in here:
+        """Returns the updates of the items in `received` and `local`, and notes those of the latter."""
+        matrices = dict(received)
+        for item, held in local:
             if item.index in self.directions:
                 own = self.directions[item.index][held.start : held.stop].view(item.batch)
                 matrices[item] = own.to(self.plan.computes_on(item.index))
         computed = self._computed(matrices, is_void)
-        for item, held in here:
+        for item, held in local:
             if item in computed:
                 self.updates[item.index].append((held, computed[item].reshape(-1)))
         return computed
@@ -601,9 +601,9 @@ class _Step:
         if not (lr := float(group["lr"])):
             return
         local = {index: local_part(self.plan.parameters[index]) for index in indices}
-        held_here = [each for each in local.values() if each.numel()]
-        if held_here and (decay := lr * group["weight_decay"]):
-            torch._foreach_mul_(held_here, 1 - decay)
+        nonempty = [each for each in local.values() if each.numel()]
+        if nonempty and (decay := lr * group["weight_decay"]):
+            torch._foreach_mul_(nonempty, 1 - decay)
         by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for index, parameter in local.items():
             _, rows, columns = self.plan.batches[index]
@@ -617,11 +617,11 @@ class _Step:
 
     # What went wrong
 
-    def _raise_told(self, told: Sequence[tuple[list[int], Told]]) -> None:
+    def _raise_reported(self, reported: Sequence[tuple[list[int], Reported]]) -> None:
         wrong, index, error = self.faults.take()
         if wrong:
             raise error or self._failure(wrong, index, own_rank())
-        read = [(ranks, each.read()) for ranks, each in told]
+        read = [(ranks, each.read()) for ranks, each in reported]
         for ranks, headers in [(ranks, ways[way]) for way in range(2) for ranks, ways in read if way < len(ways)]:
             for rank, (wrong, high, low, _) in zip(ranks, headers, strict=True):
                 if wrong:
@@ -666,7 +666,7 @@ class _Step:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns tensors behind one another; a single one uncopied."""
+    """Returns the tensors concatenated; a single one uncopied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -712,7 +712,7 @@ def _wrong_state(state: MatrixState, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _takes_parts(parameter: torch.Tensor) -> bool:
-    """Returns whether tensor parallelism cuts a parameter, otherwise than between experts."""
+    """Returns whether tensor parallelism cuts a parameter other than between experts."""
     record = ShardedParameter.of(parameter)
     whole, part = tuple(parameter.shape), parameter.shape if record is None else tuple(record.shape)
     return whole != part and not (len(whole) == 3 and whole[1:] == part[1:])

@@ -113,7 +113,7 @@ def tensor_axis_of(
     ):
         return None
     names, mesh = spec.mesh.mesh_dim_names, record.shard_spec.mesh
-    assert names and mesh.mesh_dim_names, "axes beside those of data parallelism have names"
+    assert names and mesh.mesh_dim_names, "axes besides those of data parallelism have names"
     return TensorAxis(mesh, mesh.mesh_dim_names.index(names[axis]), dim)
 
 
@@ -123,7 +123,7 @@ class MatrixPlan:
     def __init__(self, groups: Sequence[Group], joins: bool = True, others: Iterable[MatrixPlan] = ()) -> None:
         """Plan, so that ranks have equal work in this plan and those of `others` that share no parameter with it.
 
-        Without `joins`, matrices that are to be put together of tensor-parallel parts are left out.
+        Without `joins`, matrices that are to be assembled from tensor-parallel parts are left out.
         """
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
@@ -136,17 +136,17 @@ class MatrixPlan:
             for record, chosen in zip(self._records, options, strict=True)
         ]
         self.is_stepped = [is_stepped(parameter) for parameter in self.parameters]
-        """Of each parameter. Nothing of the others travels."""
+        """Whether each parameter is stepped. Nothing is exchanged for the others."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
         self._has_begun = False
         self.homes: dict[int, Home] = {}
-        """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
+        """The owners of the states of parameters, by parameter number. A parameter without elements has none."""
         self.flops: dict[int, float] = defaultdict(float)
         """The work of each rank, in units of `MatrixItem.flops`, on matrices that have one owner."""
-        self.here: list[tuple[MatrixItem, Extent]] = []
-        """Items that this rank computes by itself, with their elements in the local tensor, before others travel."""
+        self.local: list[tuple[MatrixItem, Extent]] = []
+        """Items that are complete on this rank, with their elements in the local tensor; computed before exchanges."""
         self.buckets: list[Bucket] = []
         self.faults = StepFaults()
         ids, besides = set(map(id, self.parameters)), defaultdict[int, float](float)
@@ -159,7 +159,7 @@ class MatrixPlan:
             self._divide(ring, owned)
             for index, own in groupby(owned, lambda item: item.index):
                 self.homes[index] = self._home(index, list(own), ring)
-        # A fault among few ranks is told to more of them by what comes later.
+        # A fault among few ranks is reported to more of them by later exchanges.
         self.buckets.sort(key=lambda bucket: len(bucket.ring.ranks))
 
     def _home(self, index: int, items: Sequence[MatrixItem], ring: Ring) -> Home:
@@ -223,7 +223,7 @@ class MatrixPlan:
     def _by_ring(self, joined: Mapping[int, Sequence[Cut]]) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
 
-        A plain parameter is on this rank as a whole. `joined` are the cuts of parts that are put together.
+        A plain parameter is complete on this rank. `joined` are the cuts of parts that are put together.
         """
         ring_of: dict[tuple[int, DeviceMesh | None, int], Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
@@ -233,8 +233,8 @@ class MatrixPlan:
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, batch, (Part((plain, plain), everything, batch),)), everything))
-                self.homes[index] = Home(batch[0], [self.here[-1][0]])
+                self.local.append((MatrixItem(index, batch, (Part((plain, plain), everything, batch),)), everything))
+                self.homes[index] = Home(batch[0], [self.local[-1][0]])
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
                 key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
@@ -254,7 +254,7 @@ class MatrixPlan:
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
         """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
         travelers: dict[tuple[bool, torch.dtype], list[tuple[float, MatrixItem]]] = defaultdict(list)
-        here, begins = list[tuple[float, MatrixItem]](), list[tuple[float, Bucket]]()
+        complete, begins = list[tuple[float, MatrixItem]](), list[tuple[float, Bucket]]()
         for item in items:
             owner = ring.ranks[item.owner]
             self._owners[item.index].add(owner)
@@ -265,7 +265,7 @@ class MatrixPlan:
                 dtype = local_part(self.parameters[item.index]).dtype
                 travelers[at_owner, dtype].append((self.flops[owner], item))
             elif item.owner == ring.rank:
-                here.append((self.flops[owner], item))
+                complete.append((self.flops[owner], item))
             self.flops[owner] += item.flops
         longest = max((item.flops for item in items), default=0.0)
         for (_, dtype), waiting in travelers.items():
@@ -281,9 +281,9 @@ class MatrixPlan:
                 filled += nbytes
             begins.append((begun, Bucket(bucket, ring, dtype)))
         self.buckets += [bucket for _, bucket in begins]
-        for start, item in here:  # in its turn, as no other rank is to wait until all of these are computed
-            in_turn = [bucket.here for begun, bucket in begins if begun <= start]
-            (in_turn[-1] if in_turn else self.here).append((item, item.held(ring.holders[ring.rank])))
+        for start, item in complete:  # in its turn, as no other rank is to wait until all of these are computed
+            in_turn = [bucket.local for begun, bucket in begins if begun <= start]
+            (in_turn[-1] if in_turn else self.local).append((item, item.held(ring.holders[ring.rank])))
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:

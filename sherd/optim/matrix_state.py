@@ -1,4 +1,4 @@
-"""State of whole matrices: a tensor with an entry for each matrix of a parameter, which lies with the matrix's owner.
+"""State of whole matrices: a tensor with an entry for each matrix of a parameter, on the rank that owns the matrix.
 
     w: 3 matrices, m x n             rank 0          rank 1          rank 2
     computed by                      | 0 | 1 |                       | 2 |
@@ -31,10 +31,10 @@ MatrixState = dict[str, torch.Tensor]
 
 
 class Home:
-    """Where the state of one parameter's matrices lies.
+    """The owners of the state of one parameter's matrices.
 
     Args:
-        number: the number of its matrices, with those that tensor parallelism leaves to other ranks as a whole.
+        number: the number of its matrices, including those that are complete on other tensor-parallel ranks.
         items: all items of this rank's part, in order.
         ring: the ranks that hold this part. None: the parameter is a plain one, and so is its state.
         spec: the layout of the parameter.
@@ -61,9 +61,9 @@ class Home:
         return dict(zip(self._items, numbers, strict=False))
 
     def placed(self, value: torch.Tensor | None, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-        """Returns the state with entries of `shape`, where it belongs: `value` if it lies there; None: zeros.
+        """Returns the state with entries of `shape` at the owners: `value`, uncopied if it is there; None: zeros.
 
-        All ranks that hold the parameter must call it: what lies elsewhere is gathered. Zeros are of the wider of
+        All ranks that hold the parameter must call it: a value in another layout is gathered. Zeros are of the wider of
         float32 and the dtype of `like`. They are on its device, and so is what was moved.
         """
         whole = (self.number, *shape)
@@ -79,14 +79,14 @@ class Home:
         return laid_out(value, layout.spec(value.dtype), like.device)
 
     def layout(self, whole: Shape) -> Layout | None:
-        """Returns where the state of all matrices lies, which has the shape `whole`; None: every rank has all of it."""
+        """Returns the layout of the state of all matrices, of the shape `whole`; None: every rank has all of it."""
         if self._ring is None or self._spec is None:
             return None
         if whole not in self._layouts:
             mesh, placements = self._spec.mesh, self._spec.placements
             axes, ends = self._ring.axes_of(mesh), tuple(end * prod(whole[1:]) for end in self._ends)
             cut = Runs((self._ends[-1], *whole[1:]), len(ends), 0, ends, by_rows=True)
-            # On other axes tensor parallelism divides whole matrices, or all ranks have the same ones.
+            # On other axes tensor parallelism divides matrices among ranks, or all ranks have the same ones.
             others = [
                 Replicate() if axis in axes or each.is_replicate() else Shard(0) for axis, each in enumerate(placements)
             ]
@@ -94,6 +94,6 @@ class Home:
         return self._layouts[whole]
 
     def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
-        """Returns the view of `value`, a state that lies where it belongs, with the entries of one of the own items."""
+        """Returns the view of `value`, a state in its `layout`, with the entries of one of the own items."""
         before = self._ends[item.owner - 1] if item.owner else 0
         return local_part(value).narrow(0, self._first[item] - before, item.batch[0])

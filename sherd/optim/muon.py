@@ -95,7 +95,7 @@ class Muon(MatrixOptimizer):
         ns_steps: the number of iterations.
         adjust_lr_fn: how the rate depends on a matrix's shape: "original" (None), by sqrt(max(1, rows / columns));
             "match_rms_adamw" (Liu et al. 2025), by 0.2 sqrt(max(rows, columns)); or "spectral_unclamped" (torch 2.14;
-            here with every torch), by sqrt(rows / columns).
+            in sherd with every torch), by sqrt(rows / columns).
         rule: says why a parameter of a model is left to AdamW.
         heads: the number of heads of parameters, by the end of their names: as many blocks of rows are orthogonalised
             by themselves.
@@ -181,7 +181,7 @@ class Muon(MatrixOptimizer):
         """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`.
 
         Without `algorithm`, what the rule leaves to AdamW in the model that Muon was built from becomes a group of
-        AdamW's: so `sherd.refresh` adds what is new in a model.
+        AdamW's. This is how `sherd.refresh` adds new parameters of a model.
         """
         for group in self._parted(param_group):
             is_adamws = isinstance(group, dict) and group.get("algorithm") == "adamw"
@@ -330,7 +330,7 @@ class Muon(MatrixOptimizer):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
 
-        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon,
+        Owners round directions to it anyway, and updates have this dtype, so no value changes. Those of NorMuon,
         whose rows are divided after the products, travel in `dtype`.
         """
         products = self._ns_dtype or (computes_in(device) if device.type != "cpu" else dtype)
@@ -356,7 +356,7 @@ class TorchMuonStep(Muon):
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
-        """None that are left to torch's step, which asks for them when its closure has run: all are stepped here."""
+        """Steps all groups, and returns none for torch's step, which asks for them when its closure has run."""
         MatrixOptimizer._step_all(self)
         return []
 

@@ -1,6 +1,6 @@
 """The owners of matrices, chosen so that the most loaded rank computes as little as possible. Numbers only.
 
-A matrix whose elements lie on several ranks has to be put together on one of them. That rank is its owner for the step.
+A matrix whose elements are on several ranks has to be assembled on one of them. That rank is its owner for the step.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
-    """Something that one rank computes as a whole.
+    """Something that only one rank computes.
 
     Attributes:
         flops: the work of the function, in any unit.
-        nbytes: what travels to the owner and back; decides between ranks that are loaded alike.
+        nbytes: what is exchanged with the owner; decides between ranks that are loaded alike.
         candidates: the numbers of the ranks that may compute it.
     """
 
@@ -27,7 +27,7 @@ class MatrixWork:
 
 
 def owners_of(works: Sequence[MatrixWork], num_ranks: int, loads: Sequence[float] = ()) -> list[int]:
-    """Returns the number of the rank that computes each of `works`, beside `loads`, what each rank computes already.
+    """Returns the number of the rank that computes each of `works`, given `loads`, what each rank computes already.
 
     The longest first, each to the candidate that is loaded least (Graham 1969, "Bounds on multiprocessing timing
     anomalies"): the most loaded rank has at most 4/3 of the least possible. Works that few ranks may compute are given

@@ -1,10 +1,10 @@
-"""Steps that wait for what travels, beside a backward.
+"""Steps that wait for an exchange while a backward goes on.
 
     backward of    block 3        block 2        block 1        block 0
-    step of 3                     there          products       apply
-    step of 2                                    there          products       apply
+    step of 3                     to owners      products       apply
+    step of 2                                    to owners      products       apply
 
-What one block sends lies beside the products of the block behind it, and beside the backward of those before it.
+The exchange of one block overlaps the products of the block after it, and the backward of the blocks before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parts = Iterator[None]
 
 
 class StepsUnderWay:
-    """Steps that were begun and wait for what travels, the oldest first."""
+    """Steps that were begun and wait for an exchange, the oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[Parts] = deque()

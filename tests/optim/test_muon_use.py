@@ -159,8 +159,8 @@ def test_every_rank_computes_in_every_bucket_but_the_last(monkeypatch):
                 model = sharded(nn.Sequential(*(block for _ in range(4) for block in deep())), front)
                 optimizer = Muon(model, lr=0.02)
                 plan = optimizer._plan_of(optimizer.matrix_groups())
-                assert not plan.here
-                of_bucket = [[*each.own, *(item for item, _ in each.here)] for each in plan.buckets]
+                assert not plan.local
+                of_bucket = [[*each.own, *(item for item, _ in each.local)] for each in plan.buckets]
                 computed.append([sum(item.flops for item in items) for items in of_bucket])
         by_bucket = list(zip(*computed, strict=True))
         assert len(by_bucket) > 5
