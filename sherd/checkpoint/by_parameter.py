@@ -3,9 +3,9 @@
     the user's optimizer      flat | head.weight                     states of two parameters
     `ByParameter`             a.weight | a.bias | head.weight        states of three, views of the same memory
 
-These functions look for each parameter of an optimizer in the model, and write its state under the name there. While
-they run, modules show the members under their names, and a `ByParameter` stands for an optimizer that owns a flat
-parameter. State that is loaded into it goes to the optimizer itself.
+These functions look for each parameter of an optimizer in the model, and write its state under the name it has in the
+model. While they run, modules show the members under their names, and a `ByParameter` stands for an optimizer that owns
+a flat parameter. State that is loaded into it goes to the optimizer itself.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Member:
 class OptimizerEntry:
     """One parameter of an optimizer, and the parameters of the model in it: one, or the members of a flat parameter.
 
-    `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members lie in this
-    rank's vector, and `unsharded_span` where they lie in the gathered vector.
+    `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members are in this
+    rank's vector, and `unsharded_span` where they are in the gathered vector.
     """
 
     path: str
@@ -83,7 +83,7 @@ Groups = list[list[OptimizerEntry]]
 
 
 class Catalog:
-    """All parameters of a model, in the model's order, each under its first name there.
+    """All parameters of a model, in the model's order, each under its first name in the model.
 
     The model may consist of several modules, as the stages of a pipeline are.
     """
@@ -173,7 +173,7 @@ class Catalog:
                     raise OptimStateError(
                         f"parameter {index} in group {at} of {source} is a tensor of shape {tuple(parameter.shape)} "
                         "that is no parameter of the model; pass the model that the optimizer was built from, or build "
-                        "the optimizer anew from model.parameters()"
+                        "the optimizer again from model.parameters()"
                     )
                 entries[-1].append(entry)
         return entries

@@ -185,7 +185,7 @@ class _Bucket:
 
     @property
     def ends_in_place(self) -> bool:
-        """True if the last tensor lies where it was gathered.
+        """True if the last tensor is a view of where it was gathered.
 
         While a reader holds that tensor, the bucket after the next cannot use this bucket's memory.
         """
@@ -245,7 +245,7 @@ class _Bucket:
 # Files
 
 Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
-"""Turns a tensor of the model, given its name, into the tensors that files have of it, by their names there."""
+"""Turns a tensor of the model, given its name, into the tensors that files have of it, by their names in files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _ALONE_BYTES = 1 << 20
 class Memory:
     """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
 
-    In host memory a buffer is used again once nobody holds a tensor in it: to map memory anew takes as long as to fill
+    In host memory a buffer is used again once no tensor in it is alive: to map new memory takes as long as to fill
     it. A buffer has `usual_bytes`, or more if it must, or a power of two of bytes if that is less.
     """
 
@@ -214,9 +214,9 @@ def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, S
 
 
 def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
-    """Returns what this rank sends: `piece`, a part of the rows, filled with shards, or the shards where they lie."""
+    """Returns what this rank sends: `piece`, a part of the rows, filled with shards, or the shards' own memory."""
     shards, extents = line.shards(), line.held()
-    sent = _as_they_lie(shards, extents, piece)
+    sent = _in_place(shards, extents, piece)
     if sent is not None:
         return sent
     places = [piece[extent.start : extent.stop] for extent in extents]
@@ -228,8 +228,8 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     return piece
 
 
-def _as_they_lie(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent, else None."""
+def _in_place(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
+    """Returns the memory of `shards` as a tensor like `piece`, if each shard is at its extent in it, else None."""
     filled = [(shard, extent) for shard, extent in zip(shards, extents, strict=True) if extent.numel]
     if not filled:
         return None

@@ -164,7 +164,7 @@ class ModuleItem(Item):
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
-        """Fill parameters and buffers where they lie."""
+        """Fill parameters and buffers in place."""
         for module in self._tensors:
             module.before_writing()
         for name, tensor in self._add_own(Tensors(), "sherd.load").items():
@@ -210,7 +210,7 @@ class OptimizerItem(Item):
         by_parameter: Json = {}
         for name, of_parameter in state["state"].items():
             plain = without_wrappers(name)
-            if not isinstance(of_parameter, dict):  # some keep a number of their own beside the parameters' state
+            if not isinstance(of_parameter, dict):  # some keep a number of their own next to the parameters' state
                 by_parameter[plain] = encoded(of_parameter, f"{self.name}/{plain}", tensors.keep)
                 continue
             by_parameter[plain] = {
@@ -241,7 +241,7 @@ class OptimizerItem(Item):
         return next((entry for entry in self._catalog.all_entries if name in entry.names), None)
 
     def _layout_of(self, name: str) -> str:
-        """Returns how this rank's part of a parameter lies, in words."""
+        """Returns the layout of this rank's part of a parameter, in words."""
         entry = self._entry_of(name)
         return "" if entry is None or entry.spec is None else f"{entry.spec.placements} {tuple(entry.local_shape)}"
 
@@ -345,7 +345,7 @@ class StateItem(Item):
         self._stateful = stateful
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Returns the state dict. The name of a tensor is its path there."""
+        """Returns the state dict. The name of a tensor is its path in the state dict."""
         return {"kind": self.kind, "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
 
     @torch.no_grad()
@@ -372,7 +372,7 @@ class ValueItem(Item):
         self._value = value
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
-        """Returns the value. The name of a tensor is its path there."""
+        """Returns the value. The name of a tensor is its path in the value."""
         return {"kind": self.kind, "value": encoded(self._value, self.name, tensors.keep)}
 
     def load(self, source: Opened, most_bytes: int) -> object:
@@ -414,7 +414,7 @@ def _modules_of(value: object) -> list[nn.Module]:
         fsdp = sys.modules.get("torch.distributed.fsdp")  # which is not imported for this
         fsdp1 = f"{fsdp.__name__}.fully_sharded" if fsdp is not None else ""
         if fsdp1 and any(type(module).__module__.startswith(fsdp1) for module in value.modules()):
-            # Each rank has other parameters of one name there.
+            # Each rank has other parameters of one name in its model.
             raise CheckpointError(
                 "torch's FullyShardedDataParallel shards this module: save it by torch.distributed.checkpoint, which "
                 "`sherd convert` reads, or wrap it with sherd.FullyShardedDataParallel"

@@ -48,7 +48,7 @@ def to_load(
     State of a parameter's shape is copied, from unsharded tensors and from DTensors of any layout, which may gather. A
     parameter without state in `state_dict` gets no entry, and the state of a parameter that the optimizer does not own
     is ignored. As with FSDP1, plain parameters that are in no group of `state_dict` are in no group of the result:
-    their owner adds them. They are there if the state is loaded directly.
+    their owner adds them. They are kept if the state is loaded directly.
 
     Args:
         catalog: the parameters of the model.
@@ -236,7 +236,7 @@ def _outlined(value: object, tensors: list[torch.Tensor], name: str) -> object:
         return {key: _outlined(item, tensors, name) for key, item in value.items()}
     if isinstance(value, DTensor):
         raise OptimStateError(
-            f"{name}: rank 0 has DTensors, of which it holds a part, and rank0_only asks for whole tensors from "
+            f"{name}: rank 0 has DTensors, of which it holds a part, and rank0_only asks for full tensors from "
             "it; save with the full state dict type, or load on all ranks"
         )
     if not isinstance(value, torch.Tensor):
@@ -251,12 +251,12 @@ def _broadcast(
     """Returns rank 0's `tensor`, which is None on the other ranks."""
     device = torch.device(default_device_type(group))
     if tensor is None:
-        here = torch.empty(outlined.shape, dtype=outlined.dtype, device=device)
+        received = torch.empty(outlined.shape, dtype=outlined.dtype, device=device)
     else:
-        here = tensor.detach().to(device).contiguous()
+        received = tensor.detach().to(device).contiguous()
     with named("rank 0's broadcast of optimizer state", group):
-        dist.broadcast(here, group=group, group_src=0)
-    return here if outlined.shape else here.cpu()  # optimizers read a count of steps on the host
+        dist.broadcast(received, group=group, group_src=0)
+    return received if outlined.shape else received.cpu()  # optimizers read a count of steps on the host
 
 
 # The state of one entry
@@ -357,7 +357,7 @@ def _merged(entry: OptimizerEntry, span: Span, loaded: dict[str, _Loaded]) -> _L
             f"Differing optimizer state names for the unflattened parameters: {keys}; they are one flat parameter "
             "here, and need the same"
         )
-    assert entry.spec is not None, "a flat parameter lies over ranks"
+    assert entry.spec is not None, "a flat parameter is sharded"
     state = dict(first.state)
     for key in first.state:
         of_members = {name: one.state[key] for name, one in loaded.items()}

@@ -57,7 +57,7 @@ class MeshCopies:
 class Described:
     """A tensor that is saved, as one rank sees it.
 
-    `copies` is None if each rank has the whole tensor: a plain tensor, or one without elements.
+    `copies` is None if each rank has the full tensor: a plain tensor, or one without elements.
     """
 
     dtype: str
@@ -97,7 +97,7 @@ class Layouts:
             return self._known[key]
         ranks = mesh.mesh.flatten().tolist()  # the last axis fastest
         if absent := [rank for rank in ranks if rank not in self._files]:
-            raise CheckpointError(f"{name} lies on ranks {absent[:8]}, too, which do not save; leave out the group")
+            raise CheckpointError(f"{name} is on ranks {absent[:8]}, too, which do not save; leave out the group")
         files = tuple(self._files[rank] for rank in ranks)
         cuts: tuple[GridCut, ...] | None = None
         if is_of_runs:
@@ -155,8 +155,8 @@ def sampled(name: str, tensor: torch.Tensor) -> dict[int, complex]:
         index = [of - first for of, first in zip(torch.unravel_index(at, tensor.shape), box.offsets, strict=True)]
         within = [(of >= 0) & (of < size) for of, size in zip(index, box.sizes, strict=True)]
         inside = torch.stack([torch.ones_like(at, dtype=torch.bool), *within]).all(0)
-        here = part[tuple(of[inside].to(part.device) for of in index)].reshape(-1)
-        sample.update(zip(at[inside].tolist(), here.to(torch.complex128).tolist(), strict=True))
+        found = part[tuple(of[inside].to(part.device) for of in index)].reshape(-1)
+        sample.update(zip(at[inside].tolist(), found.to(torch.complex128).tolist(), strict=True))
     return sample
 
 

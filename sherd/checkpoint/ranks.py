@@ -66,7 +66,7 @@ class Ranks:
         if own is not None and failure is not None and failure[0] is OtherRankFailed:
             raise own
         if failures:
-            # A StorageError first: after it nobody may take the files for damaged.
+            # A StorageError first: after it no rank may take the files for damaged.
             rank, (error_class, text) = min(failures.items(), key=lambda item: item[1][0] is not StorageError)
             where = f" on rank {rank}" if self.size > 1 else ""
             more = len(failures) - 1

@@ -72,7 +72,7 @@ class Search:
         return self.place if step is None else Folder(self.place).folder_of(step)
 
     def chosen(self, damaged: Mapping[int, str]) -> Chosen:
-        """Returns the newest whole checkpoint, except for the steps `damaged`, which has the reason for each."""
+        """Returns the newest complete checkpoint, except for the steps `damaged`, which has the reason for each."""
         names = self.place.names()
         if MANIFEST in names:
             return Chosen(None, read_manifest(self.place).save_id, ())
@@ -92,13 +92,13 @@ class Search:
             is_damaged |= checkpoint.is_damaged
         of_step = "" if self.step is None else f" of step {self.step}"
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
-        none = f"{self.place} holds no whole checkpoint{of_step}{why}"
+        none = f"{self.place} holds no complete checkpoint{of_step}{why}"
         if is_damaged:
             raise CheckpointError(f"{none}; {BRING_BACK}")
-        raise NoCheckpointError(f"{none}; save one first, or begin anew")
+        raise NoCheckpointError(f"{none}; save one first, or start over")
 
     def is_replaced(self, chosen: Chosen) -> bool:
-        """Returns True if another job has saved that step anew since it was chosen."""
+        """Returns True if another job has saved that step again since it was chosen."""
         try:
             return read_manifest(self.folder_of(chosen.step)).save_id != chosen.save_id
         except StorageError:
@@ -138,7 +138,7 @@ def restore(search: Search, items: list[Item], ranks: Ranks, staging_bytes: int,
 
 
 class _Damaged(CheckpointError):
-    """A checkpoint that looked whole has damage."""
+    """A checkpoint that looked complete has damage."""
 
 
 def _opened(place: Place, save_id: str, ranks: Ranks, files: contextlib.ExitStack) -> Opened:

@@ -37,8 +37,8 @@ class Form:
 
     Args:
         full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
-        in_rows: DTensors are torch's own, and ragged ones are cut anew as `Shard(0)`. As in torch's FSDP1, a later step
-            does not change them.
+        in_rows: DTensors are torch's own, and ragged ones are redistributed as `Shard(0)`. As in torch's FSDP1, a later
+            step does not change them.
         on_host: put tensors into host memory.
         is_kept: False on a rank that takes part in the collectives, and gets {}.
     """
@@ -49,13 +49,13 @@ class Form:
     is_kept: bool = True
 
     def of_part(self, part: DTensor) -> object:
-        """Returns a tensor that lies as its parameter does: gathered, in rows, or as it is."""
+        """Returns a tensor with the same sharding as its parameter: gathered, in rows, or as it is."""
         if self.full:
             return self.placed(full_of(part))
         return self.placed(as_rows(part).clone() if self.in_rows else part)
 
     def placed(self, value: object) -> object:
-        """Returns a tensor on the host if the state goes there; anything else as it is."""
+        """Returns a tensor on the host if the state is to be offloaded; anything else as it is."""
         is_moved = self.on_host and self.is_kept
         return value.cpu() if is_moved and isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
 
@@ -203,7 +203,7 @@ LIKE_PART = "a plain tensor of the shape of this rank's part"
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """A value of a state as a rank describes it to the others. `value` is there if it is short, else a digest."""
+    """A value of a state as a rank describes it to the others. `value` is set if it is short, else a digest."""
 
     kind: str
     dtype: torch.dtype | None = None

@@ -96,7 +96,7 @@ def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_bytes: int = CHUNK_BYTES) -> None:
     """Fill `target`, which has the shape of `part`, with that part of the tensor `name`, in `target`'s dtype.
 
-    It takes at most `most_bytes` of memory beside `target`, and one block of each file.
+    It takes at most `most_bytes` of memory besides `target`, and one block of each file.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -43,7 +43,7 @@ class Parts:
     """The content of this rank's file, and what it tells the first rank about that.
 
     Args:
-        tensors: the content of its file, by the names there.
+        tensors: the content of its file, by the names in it.
         listed: the boxes of tensors whose ranks list their own pieces.
         private: dtype and shape of the tensors that only this rank has.
         values: this rank's own values, as JSON.
@@ -139,10 +139,10 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
         for name, tensor in party.tensors.items():
             others = set(tensor.copies.files) - variants[name][tensor.variant] if tensor.copies else ()
             if others:
-                here, there = (ranks.numbers[rank] for rank in (party.ranks[0], min(others)))
+                holder, other = (ranks.numbers[rank] for rank in (party.ranks[0], min(others)))
                 raise CheckpointError(
-                    f"{name} is {tensor.dtype} {tensor.shape} on rank {here}, and another tensor or none on rank "
-                    f"{there}, which holds a part of it; make the model and the optimizer alike on all ranks"
+                    f"{name} is {tensor.dtype} {tensor.shape} on rank {holder}, and another tensor or none on rank "
+                    f"{other}, which holds a part of it; make the model and the optimizer alike on all ranks"
                 )
     several = [name for name, of_name in variants.items() if len(of_name) > 1]
     parameters = {name: held for name in several if isinstance(held := tensors.get(name), nn.Parameter)}
@@ -358,7 +358,7 @@ def write(plan: SavePlan, contents: Mapping[str, Content], ranks: Ranks, folder:
             place.remove(name)
             place.drop()
         raise
-    # Outside of `try`: if this fails, the manifest may be there, and only the folder knows which files must stay.
+    # Outside of `try`: if this fails, the manifest may exist, and only the folder knows which files must stay.
     ranks.first(lambda: folder.finish(plan.step, manifests[0]), task)
 
 

@@ -281,7 +281,7 @@ def test_the_newest_is_loaded_a_named_step_and_what_was_passed_over_is_said(tmp_
         sherd.load(tmp_path, filled(0), step=10)
     with pytest.raises(NoCheckpointError, match="of step 3"):
         sherd.load(tmp_path, filled(0), step=3)
-    with pytest.raises(NoCheckpointError, match="begin anew"):
+    with pytest.raises(NoCheckpointError, match="start over"):
         sherd.load(tmp_path / "nowhere", filled(0))
     assert issubclass(NoCheckpointError, FileNotFoundError)
 
@@ -307,7 +307,7 @@ def test_a_run_begins_anew_where_no_save_has_ended_and_not_where_all_checkpoints
     with pytest.raises(NoCheckpointError, match="has a manifest of step 5"):  # no save of step 9 has ended
         sherd.load(tmp_path / "other", {"value": torch.ones(3)})
     manifest.unlink()
-    with pytest.raises(NoCheckpointError, match=r"step 1: .*manifest.json is missing.*begin anew"):
+    with pytest.raises(NoCheckpointError, match=r"step 1: .*manifest.json is missing.*start over"):
         sherd.load(tmp_path, {"value": torch.ones(3)})
 
 

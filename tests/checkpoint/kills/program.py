@@ -113,7 +113,7 @@ def load(training: Training, folder: str, step: int | None = None) -> Seen:
     except NoCheckpointError as error:
         return Seen(None, None, str(error), (), is_anew=True)
     except CheckpointError as error:
-        is_told = "holds no whole checkpoint" in str(error)
+        is_told = "holds no complete checkpoint" in str(error)
         return Seen(None, None, str(error), () if is_told else (f"CheckpointError: {error}",))
     number = restored.user["number"]
     wrong = training.wrong(number)
