@@ -180,7 +180,7 @@ class OpenFile:
 
 
 class Opened:
-    """A whole checkpoint, open for reading. Its files are opened at their first use, and closed by `close`.
+    """A complete checkpoint, open for reading. Its files are opened at their first use, and closed by `close`.
 
     Raises:
         CheckpointError: there is no manifest, or it is damaged.
@@ -247,7 +247,7 @@ def read_manifest(place: Place) -> Manifest:
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another step than the folder's name says (`OtherStep`).
-        StorageError: it cannot be read, and may be whole.
+        StorageError: it cannot be read, and may be intact.
     """
     try:
         with contextlib.closing(place.open(MANIFEST)) as file:
@@ -259,7 +259,7 @@ def read_manifest(place: Place) -> Manifest:
         if isinstance(error, OSError) and not says_absent(error):
             raise unreadable(f"{place}: {MANIFEST} cannot be read", error) from error
         why = "is missing" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or "ends early"
-        raise CheckpointError(f"{place} is no whole checkpoint: {MANIFEST} {why}") from None
+        raise CheckpointError(f"{place} is no complete checkpoint: {MANIFEST} {why}") from None
     manifest = parsed(bytes(raw), f"{place}/{MANIFEST}")
     step = step_of(str(place).rstrip("/").rpartition("/")[2])
     if step not in (None, manifest.step):

@@ -1,8 +1,8 @@
-"""A folder of checkpoints: which of them are whole, which is the newest, and which may be removed.
+"""A folder of checkpoints: which of them are complete, which is the newest, and which may be removed.
 
     FOLDER/latest                      a hint for people and tools: the checkpoint of the last save
     FOLDER/.lock                       on a disk: held during a save, a load or a removal
-    FOLDER/step-00000100/manifest.json a checkpoint is whole if and only if it has a manifest
+    FOLDER/step-00000100/manifest.json a checkpoint is complete if and only if it has a manifest
     FOLDER/step-00000100/5f3a9c21-00000.safetensors    SAVE_ID-RANK
 
 Only files with these names are ever removed. All other files in the folder stay.
@@ -29,7 +29,7 @@ _UNFINISHED = re.compile(rf"({_DATA.pattern}|{re.escape(MANIFEST)}|{LATEST})(\.[
 _SAVE_ID = re.compile(rb'\n"save_id": "([0-9a-f]{1,32})"')
 _BEGIN_BYTES = 4096
 _FILES_AT_ONCE = 8
-BRING_BACK = "bring back a copy of a damaged one, or begin anew in another folder"
+BRING_BACK = "bring back a copy of a damaged one, or start over in another folder"
 
 
 def file_name(save_id: str, rank: int) -> str:
@@ -38,17 +38,17 @@ def file_name(save_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The checkpoint of `step`, in `place`. `manifest` is None if it is not whole, for the reason `why`."""
+    """The checkpoint of `step`, in `place`. `manifest` is None if it is not complete, for the reason `why`."""
 
     step: int
     place: Place
     manifest: Manifest | None
     why: str = ""
-    is_damaged: bool = False  # it was whole once, so a run that begins anew would lose it
+    is_damaged: bool = False  # it was complete once, so a run that starts over would lose it
 
 
 def checked(place: Place) -> Manifest:
-    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError unless it is whole (`Folder.found`)."""
+    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError unless complete (`Folder.found`)."""
     save_id = ""
     while True:
         manifest = read_manifest(place)
@@ -76,15 +76,15 @@ class Folder:
         return self.place.locked(shared=shared, make=make)
 
     def steps(self) -> list[int]:
-        """Returns the steps with a folder, whole or not, the newest first."""
+        """Returns the steps with a folder, complete or not, the newest first."""
         return sorted((step for step in map(step_of, self.place.names()) if step is not None), reverse=True)
 
     def found(self, step: int) -> FoundCheckpoint:
-        """Returns the checkpoint of `step`. It is whole if its manifest is undamaged and all files have their length.
+        """Returns the checkpoint of `step`. It is complete if its manifest is intact and all files have their length.
 
         Raises:
             OtherFormat: a later version wrote it.
-            StorageError: a file cannot be read now, and may be whole.
+            StorageError: a file cannot be read now, and may be intact.
         """
         place = self.folder_of(step)
         try:
@@ -97,11 +97,11 @@ class Folder:
         return FoundCheckpoint(step, place, manifest)
 
     def whole(self) -> list[FoundCheckpoint]:
-        """Returns the whole checkpoints, the newest first."""
+        """Returns the complete checkpoints, the newest first."""
         return [checkpoint for checkpoint in map(self.found, self.steps()) if checkpoint.manifest is not None]
 
     def newest(self) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
-        """Returns the newest whole checkpoint (None: there is none), and the newer ones, which are not whole."""
+        """Returns the newest complete checkpoint (None: there is none), and the newer, incomplete ones."""
         passed_over: list[FoundCheckpoint] = []
         for checkpoint in map(self.found, self.steps()):
             if checkpoint.manifest is not None:
@@ -110,7 +110,7 @@ class Folder:
         return None, passed_over
 
     def finish(self, step: int, manifest: Manifest) -> None:
-        """Write the manifest of `step`, whose files are there, and remove the files of the checkpoint it replaces.
+        """Write the manifest of `step`, whose files are written, and remove the files of the checkpoint it replaces.
 
         Files of the same step that no manifest names stay until `sweep`: another job may be writing them.
 
@@ -136,14 +136,14 @@ class Folder:
                 place.drop()
             raise
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # the checkpoint is whole, and no reader relies on the hint
+        with contextlib.suppress(OSError):  # the checkpoint is complete, and no reader relies on the hint
             self.place.write(LATEST, lambda: [memoryview(latest)])
         _remove(place, {file.name for file in replaced} - own)
 
     def prune(
         self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None
     ) -> list[int]:
-        """Remove whole checkpoints that are not to be kept, unless another process is saving or loading here.
+        """Remove complete checkpoints that are not to be kept, unless another process is saving or loading in it.
 
         Returns the removed steps, the newest first.
 
@@ -171,16 +171,16 @@ class Folder:
                     checkpoint.place.remove(MANIFEST)
                 except OSError:
                     continue
-                assert checkpoint.manifest is not None, "only whole checkpoints are counted"
+                assert checkpoint.manifest is not None, "only complete checkpoints are counted"
                 _remove(checkpoint.place, {file.name for file in checkpoint.manifest.files})
                 checkpoint.place.drop()
                 removed.append(checkpoint.step)
             return removed
 
     def sweep(self, *, by_hand: bool = False) -> list[str]:
-        """Remove the files of unfinished and replaced saves, unless another process is saving or loading here.
+        """Remove the files of unfinished and replaced saves, unless another process is saving or loading in it.
 
-        Returns their paths. `by_hand`: nobody saves, so a place without locks, as an object store, is swept, too.
+        Returns their paths. `by_hand`: no process saves, so a place without locks, as an object store, is swept, too.
         """
         with self.locked(shared=False) as lock:
             if lock is Lock.BUSY or (lock is Lock.NONE and not by_hand):
@@ -217,7 +217,7 @@ def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: boo
     """Returns the faults of `files`, by number: a missing file, another length or, with `verify`, other bytes.
 
     Raises:
-        StorageError: a file cannot be read now, and may be whole.
+        StorageError: a file cannot be read now, and may be intact.
     """
 
     def fault(file: File) -> str:

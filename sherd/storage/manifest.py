@@ -25,7 +25,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 FORMAT = "sherd/1"
 BLOCK_BYTES = 4 << 20
-"""The bytes of a file that one checksum covers. A slice of a tensor is verified without reading the whole file."""
+"""The bytes of a file that one checksum covers. A slice of a tensor is verified without reading all of its file."""
 MOST_BYTES = 1 << 30
 """The longest manifest: some million pieces."""
 _MOST_BLOCK_BYTES = 256 << 20
@@ -71,7 +71,7 @@ class Entry:
 def name_in_file(name: str, shape: Shape, piece: Box) -> str:
     """Returns the name of a piece in its file.
 
-    A piece that is the whole tensor is called `name`. Any other has the index of its first element behind the name:
+    A piece that is the full tensor is called `name`. Any other has the index of its first element behind the name:
     "model/out.weight@512,0".
     """
     return name if piece == whole(shape) else f"{name}@{','.join(map(str, piece.offsets))}"
@@ -281,7 +281,7 @@ def _entry(entry: Any, num_files: int) -> Entry:
     (file,) = _numbers([entry["file"]])
     cuts = tuple(GridCut(*_numbers(cut)) for cut in entry.get("cuts", ()))
     _require(len(cuts) <= MOST_DIMS, "there are too many cuts")
-    _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that is not there")
+    _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that does not exist")
     # Without this limit, a grid of a few numbers could have more pieces than a reader can ever go through.
     _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one piece in a file at most")
     last = file + sum((cut.parts - 1) * cut.stride for cut in cuts)

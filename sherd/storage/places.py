@@ -1,6 +1,6 @@
-"""Places: the folders that checkpoints lie in, on a disk or in an object store.
+"""Places: the folders that hold checkpoints, on a disk or in an object store.
 
-A file in a place is whole or absent. On a disk, it is written under another name, flushed, and renamed. In an object
+A file in a place is complete or absent. On a disk, it is written under another name, flushed, and renamed. In an object
 store, an object appears when its upload completes.
 
 fsspec, and its package for a store, are imported at the first use of a URL.
@@ -70,7 +70,7 @@ class Place(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Returns the names of all files and folders here, without symbolic links; [] if this folder is missing."""
+        """Returns the names of all files and folders in it, without symbolic links; [] if the folder is missing."""
 
     @abstractmethod
     def write(self, name: str, chunks: Chunks) -> None:
@@ -102,7 +102,7 @@ class Place(ABC):
 
 
 def mode_of(path: Path) -> int:
-    """Returns the mode of the file or folder at `path`; 0: there is none. Raises OSError if nobody can tell now."""
+    """Returns the mode of the file or folder at `path`; 0: there is none. Raises OSError if it cannot be told now."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -113,7 +113,7 @@ def mode_of(path: Path) -> int:
 
 
 def says_absent(error: OSError) -> bool:
-    """Returns True if the error means that there is no such file. After any other error the file may be whole."""
+    """Returns True if the error means that there is no such file. After any other error the file may be intact."""
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
 
 
@@ -219,7 +219,7 @@ class Disk(Place):
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
-        """Hold a flock on the file `.lock` here."""
+        """Hold a flock on the file `.lock` in this folder."""
         if make:
             _make(self.path)
         fd = _lock_file(self.path / LOCK, _NOT_WRITABLE if make else _NOT_WRITABLE + _FULL)

@@ -95,7 +95,7 @@ def parsed(header: bytes, nbytes: int, file: str) -> tuple[dict[str, Stored], di
     """Returns the tensors and the metadata of `file`, which has `nbytes` and this `header`.
 
     Raises:
-        CheckpointError: the header is malformed, has a name twice, or a tensor that lies outside of the file, overlaps
+        CheckpointError: the header is malformed, has a name twice, or a tensor outside of the file, overlaps
             another tensor, or is not as long as its shape says.
     """
     fields = read_json(header, file)
@@ -124,7 +124,7 @@ def _stored(name: str, entry: object, first: int, nbytes: int, file: str) -> Sto
     if not are_sizes or len(shape) > MOST_DIMS:
         raise CheckpointError(f"{file}: the entry of {name} is {in_brief(entry)}, not a dtype, shape and place")
     if not start <= stop <= nbytes - first:
-        raise CheckpointError(f"{file}: {name} lies at bytes {start} to {stop} of {nbytes - first}")
+        raise CheckpointError(f"{file}: {name} is at bytes {start} to {stop} of {nbytes - first}")
     if bits // 8 * prod(shape) != stop - start:
         raise CheckpointError(
             f"{file}: {name} is {dtype} of shape {in_brief(shape)}, which are not {stop - start} bytes"

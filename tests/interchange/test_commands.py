@@ -125,7 +125,7 @@ def test_a_save_that_was_not_finished_is_told_by_inspect_and_beside_the_whole_on
         torn = Path(sherd.save(tmp_path / "a", {"model": model}, step=step))
     (torn / MANIFEST).unlink()
     code, _, said = run("inspect", torn)
-    assert (code, "is no whole checkpoint: manifest.json is missing" in said) == (2, True), said
+    assert (code, "is no complete checkpoint: manifest.json is missing" in said) == (2, True), said
     code, out, _ = run("verify", tmp_path / "a")
     first, last = out.splitlines()
     assert (code, last) == (0, f"step 40 of {tmp_path / 'a'} is whole")

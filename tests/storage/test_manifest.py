@@ -330,7 +330,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         read_manifest(Disk(tmp_path))
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         read_manifest(Disk(tmp_path))
 
 

@@ -67,8 +67,8 @@ def test_every_dtype_has_its_bytes_and_the_name_that_the_format_keeps_is_refused
 # A tensor's dtype, shape and place in a file of 64 bytes.
 NO_ENTRY = "not a dtype, shape and place"
 WRONG_ENTRIES = [
-    (("F32", [2], [0, 80]), "lies at bytes 0 to 80 of 64"),
-    (("F32", [2], [8, 0]), "lies at bytes 8 to 0"),
+    (("F32", [2], [0, 80]), "is at bytes 0 to 80 of 64"),
+    (("F32", [2], [8, 0]), "is at bytes 8 to 0"),
     (("F32", [3], [0, 8]), "are not 8 bytes"),
     (("F32", [-2, -1], [0, 8]), NO_ENTRY),
     (("F32", [2], [-8, 0]), NO_ENTRY),

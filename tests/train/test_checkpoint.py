@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_note_or_refused_wi
         with pytest.raises(InputError) as raised:
             newest(out)
         is_damaged = why != BREAKS["never finished"]
-        ends = "begin anew in another folder" if is_damaged else f"{why})"
+        ends = "start over in another folder" if is_damaged else f"{why})"
         assert isinstance(raised.value, saved.NoCheckpoint) is not is_damaged, how
         assert str(raised.value).endswith(ends), how
         assert why in str(raised.value), how
