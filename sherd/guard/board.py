@@ -89,7 +89,7 @@ class Participant(Protocol):
         """How long the rank has been in a collective that may not end by itself; 0 outside of one."""
 
     def answer(self, position: Progress) -> Answer | None:
-        """Returns the answer to a rank that stands at `position`; None while this rank has not come there.
+        """Returns the answer to a rank that stands at `position`; None while this rank has not reached it.
 
         Raises LookupError if all ranks have passed a comparison since.
         """
@@ -177,7 +177,7 @@ class Board:
         try:
             if self._has_store:
                 self._look_at_store()
-        except RuntimeError:  # the store ends with its process, which may be rank 0's: nobody is left to ask
+        except RuntimeError:  # the store ends with its process, which may be rank 0's: no store is left to ask
             self._has_store = False
         self.watchdog.look(self._has_store)
 

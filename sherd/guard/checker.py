@@ -137,8 +137,8 @@ class DivergenceChecker:
             copies = copied_by(unit) if compared.replicas_may_differ else []
             self._compare(self._planned(action, unit, variant, number, users_line(sys._getframe())), copies)
             compared.agreed()
-        here = self._position
-        self._position = Progress(here.agreements, here.issued + 1)
+        before = self._position
+        self._position = Progress(before.agreements, before.issued + 1)
         self._log.start(action, unit, variant, carry_out)
         if self._divergence is not None:
             self._raise_divergence(self._divergence)
@@ -242,7 +242,7 @@ class DivergenceChecker:
                 if text:
                     raise self._log.failure(text)
         except CommError:
-            self._path = Path()  # ranks came here by different steps, so no known place holds any more
+            self._path = Path()  # ranks reached it by different steps, so no known place holds any more
             raise
         finally:
             self._is_asking = False
@@ -300,22 +300,22 @@ class DivergenceChecker:
 
     def answer(self, position: Progress) -> Answer | None:
         """Returns the collective that this rank has started where another rank stands; see `Participant`."""
-        here = self._position
-        if here.agreements > position.agreements:
+        own = self._position
+        if own.agreements > position.agreements:
             raise LookupError("they have agreed")
-        if here.agreements < position.agreements:
+        if own.agreements < position.agreements:
             return None
-        if here.issued <= position.issued:
-            return Answer(here.issued) if self._is_asking else None
-        there = self._agreed_at + position.issued + 1
+        if own.issued <= position.issued:
+            return Answer(own.issued) if self._is_asking else None
+        asked_at = self._agreed_at + position.issued + 1
         for number, _, _, is_gather, unit_id, variant in list(self._log.started):
             unit = self._log.units.get(unit_id)
-            if number == there and unit_id == NO_UNIT:
-                return Answer(here.issued, dict(self._log.calls)[number])
-            if number == there and unit is not None:
+            if number == asked_at and unit_id == NO_UNIT:
+                return Answer(own.issued, dict(self._log.calls)[number])
+            if number == asked_at and unit is not None:
                 line = users_line(sys._current_frames().get(self._log.thread))
                 action = Gather if is_gather else Reduce
-                return Answer(here.issued, self._planned(action, unit, variant, number, line))
+                return Answer(own.issued, self._planned(action, unit, variant, number, line))
         return None
 
     def hear(self, divergence: Divergence) -> None:

@@ -265,12 +265,12 @@ def _plain(value: object) -> object:
 
 
 def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]:
-    """Returns the names of parameters whose pieces, of themselves or of their gradients, hold an inf or a nan."""
+    """Returns the names of parameters whose shards, of themselves or of their gradients, hold an inf or a nan."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, piece in pieces:
         if piece.numel():  # an empty tensor has no largest element
             by_device.setdefault(piece.device, []).append(piece)
-    # One norm for all pieces of a device, so that the host waits once per device where all are finite.
+    # One norm for all shards of a device, so that the host waits once per device where all are finite.
     norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
     if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
         return []

@@ -57,7 +57,7 @@ class PlannedCollective:
     """The collective that a rank is about to start, in words: operation and unit, parameters, terms of the unit.
 
     A collective outside of units has neither; `call` is the function that starts it, and what for. `line` is the
-    user's, "file:number"; `ignored` are the names of parameters below the unit that nobody shards.
+    user's, "file:number"; `ignored` are the names of parameters below the unit that no unit shards.
     """
 
     what: str
@@ -208,7 +208,7 @@ class Tree:
     """One rank's place in a tree over `ranks`, in which a sum takes a rank few connections and few messages.
 
     Ranks stand in blocks of `BLOCK`, the first ranks of four blocks in a block again, and so on. Each block has a group
-    of the host, whose ranks connect to the two beside them.
+    of the host, whose ranks connect to their two neighbours.
 
     Attributes:
         blocks: the groups of this rank's blocks, from below. In all but the last it is the first rank.

@@ -47,7 +47,7 @@ CONNECTS_WITHIN_S = 0.2
 class Port:
     """A listening port of this process, which the system closes when the process ends, and the other ranks' ports.
 
-    Nobody reads from a port. The system completes connections as long as the process exists, whatever it does.
+    No thread reads from a port. The system completes connections as long as the process exists, whatever it does.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -130,7 +130,7 @@ class Watchdog:
         where = f"rank {self._rank} has been waiting for {waits_s:.1f} s in a collective among ranks {ranks}"
         if gone:
             who = f"rank {gone[0]} has died" if len(gone) == 1 else f"ranks {gone} have died"
-            text = f"{where}: {who}, or left the group: no such process is there. Look for the first error in its log"
+            text = f"{where}: {who}, or left the group: its process is gone. Look for the first error in its log"
             if self._recorder.has_ended(gone[0]):
                 text = f"{where}: rank {gone[0]} {ENDED}"
         elif waits_s >= self._recorder.timeout_s and log.device_waits_s is not None:
