@@ -21,7 +21,7 @@ class Buffer:
     An accelerator's allocator keeps memory per stream, so allocate on the stream that writes first.
 
     Attributes:
-        tensor: the whole buffer, 1-D unless another tensor's memory was taken over.
+        tensor: the buffer, 1-D unless another tensor's memory was taken over.
         nbytes: its bytes when allocated.
         address: the address of its storage, for `storage_uses`, which counts tensors that share the memory.
     """
@@ -70,10 +70,10 @@ class Buffer:
 # Pages of host memory
 #
 # glibc gives freed memory back to the system: a block above a threshold at once, and the end of the heap when twice the
-# threshold is free there. Allocating it again costs a page fault for every 4 KiB, which takes longer than filling it.
+# threshold is free at it. Allocating it again costs a page fault for every 4 KiB, which takes longer than filling it.
 # The threshold adapts: it is the largest block that was freed, up to 32 MiB (docs/decisions/027-page-faults.md).
 
-MOST_KEPT = 32 << 20  # glibc maps each larger block anew, whatever was freed before
+MOST_KEPT = 32 << 20  # glibc maps each larger block again, whatever was freed before
 LARGE = 1 << 20  # below this, page faults are few
 
 
@@ -84,7 +84,7 @@ def prepare_pages(nbytes: int) -> None:
 
 
 def advise_pages(storage: torch.UntypedStorage) -> None:
-    """Have the system use large pages for `storage`, host memory that was mapped anew and is about to be filled."""
+    """Have the system use large pages for `storage`, host memory that is newly mapped and is about to be filled."""
     advice = _advice()
     nbytes = storage.nbytes()
     if advice is None or nbytes <= MOST_KEPT:

@@ -57,7 +57,7 @@ _raised: list[BaseException] = []
 
 
 def ends_well() -> bool:
-    """Returns whether this process, which is ending, ends without an exception; nobody knows of `sys.exit(1)`.
+    """Returns whether this process, which is ending, ends without an exception; `sys.exit(1)` cannot be seen.
 
     Within the finalizers of a process that multiprocessing has started, the exception is being handled.
     """
@@ -99,7 +99,7 @@ def announced(groups: Groups, what: str, purpose: str = "", is_rare: bool = Fals
     Raises:
         CommError: other ranks do not make this call.
     """
-    # Other threads (a save that goes on beside the training) have an order of their own.
+    # Other threads (a save that goes on during training) have an order of their own.
     if not _listeners or threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return _listeners[0](groups, what, purpose, is_rare)

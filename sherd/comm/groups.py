@@ -1,4 +1,4 @@
-"""Process groups: those that sherd makes beside the user's own, so that neither waits for the other, and their end."""
+"""Process groups: those that sherd makes besides the user's own, so that neither waits for the other, and their end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sherd.errors import MeshError
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name begins anew."""
+"""By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name starts empty."""
 
 _makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""By parent: the thread that made the first group beside it. Ranks may be threads, which know their own groups only."""
+"""By parent: the thread that made its first further group. Ranks may be threads, which know their own groups only."""
 
 # Groups whose parents were collected. A finalizer, which may run at any moment, only notes them; the next call that
 # makes a group destroys them.
@@ -41,7 +41,7 @@ _meshes: weakref.WeakKeyDictionary[threading.Thread, dict[dist.ProcessGroup, _Me
 
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-"""By group whose members can change: the connections that it had when it was first used here."""
+"""By group whose members can change: the connections that it had when sherd first used it."""
 
 
 def group_beside(
@@ -81,7 +81,7 @@ def group_beside(
 
 
 def _destroy_orphans() -> None:
-    """Destroy the groups beside parents that are gone: each group has sockets and threads."""
+    """Destroy the further groups of parents that are gone: each group has sockets and threads."""
     mine = [parent for parent, thread in list(_makers.items()) if thread == threading.get_ident()]
     for parent in filter(is_destroyed, mine):
         del _makers[parent]
@@ -201,11 +201,11 @@ def require_alive(group: dist.ProcessGroup, whose: str) -> None:
             "torch.distributed._reconfigure(...) and wait for it before the model is sharded"
         )
     known = len(dist.get_process_group_ranks(group))  # torch keeps the ranks of init_process_group
-    # What was made beside the group (other groups, shared memory, agreed layouts) still has the ranks of before.
+    # What was made for the group (other groups, shared memory, agreed layouts) still has the ranks of before.
     if _connections.setdefault(group, connection) != connection or group.size() != known:
         raise MeshError(
             f"the process group of {whose} was remade by torch.distributed._reconfigure: it began with {known} ranks, "
-            f"has {group.size()}, and this process is its rank {group.rank()} now. Shards, and the groups beside it, "
+            f"has {group.size()}, and this process is its rank {group.rank()} now. Shards, and the groups made for it, "
             "are those of the ranks of before: call destroy_process_group() and init_process_group(...) on the ranks "
             "that are left, shard a new model and load the last checkpoint, or start all ranks again"
         )
@@ -225,7 +225,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 
 _DESTROYED = (
     "no process group: that of {whose} was destroyed (destroy_process_group()); destroy it after the last use of the "
-    "model, or make group, mesh and model anew"
+    "model, or make group, mesh and model again"
 )
 
 

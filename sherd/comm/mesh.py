@@ -159,7 +159,7 @@ class DataMesh:
 
     @property
     def only_sums(self) -> bool:
-        """True if ranks hold whole parameters, so that nothing is gathered or scattered, by a user's collective say."""
+        """True if ranks hold unsharded parameters: no collective, a user's included, gathers or scatters."""
         return self.shard_axis is None and self.num_replicas > 1
 
     @property
@@ -188,7 +188,7 @@ class DataMesh:
 
     @cached_property
     def separate_reduce_transport(self) -> Transport:
-        """A second transport along the shard axis, beside which all-gathers run. The first call is collective."""
+        """A second transport along the shard axis, for reductions while all-gathers run. Collective at first."""
         if self.shard_group is None:
             return self.reduce_transport
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.reduction_group())
@@ -209,7 +209,7 @@ class DataMesh:
         return self._group_beside("neighbours", self.shard_ranks[first : first + size])
 
     def reduction_group(self) -> dist.ProcessGroup:
-        """Returns a second group over the shard axis, for reductions beside all-gathers. Collective at first."""
+        """Returns a second group over the shard axis, for reductions while all-gathers run. Collective at first."""
         return self._group_beside("reduction", self.shard_ranks)
 
     def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:

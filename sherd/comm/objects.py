@@ -94,7 +94,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Returns the device on which `group` moves bytes: the CPU if the group can, because the bytes are there."""
+    """Returns the device on which `group` moves bytes: the CPU if the group can, as the bytes are in host memory."""
     devices = {backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")}
     if "cpu" in devices or not torch.accelerator.is_available():
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Lanes, which run collectives beside compute, and handoffs, which say when compute may touch a lane's result.
+"""Lanes, which run collectives during compute, and handoffs, which say when compute may touch a lane's result.
 
 No other file names a stream or an event. There are three lanes, `gather`, `reduce` and `all_reduce`, so that the
 collectives of one step overlap with compute and with one another. A lane returns a `Handoff`, and compute touches the
@@ -45,7 +45,7 @@ class Handoff(Protocol):
 
 
 class CommStream(ABC):
-    """A queue of collectives beside compute."""
+    """A queue of collectives that run during compute."""
 
     @abstractmethod
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
@@ -157,7 +157,7 @@ class _Collective:
 def _is_past(event: torch.Event) -> bool:
     try:
         return event.query()
-    except RuntimeError:  # the device has failed, and waits for nobody
+    except RuntimeError:  # the device has failed, and waits for no rank
         return True
 
 
@@ -183,7 +183,7 @@ class Queued:
         self._by_lane.setdefault(id(lane), deque(maxlen=self.NUM_KEPT)).append(_Collective(begun, done))
 
     def waits_s(self) -> float:
-        """Returns how long the device has been in the oldest collective, since a call of this first saw it there."""
+        """Returns how long the device has been in the oldest collective, since a call of this first saw it in it."""
         with self._lock:
             for lane in list(self._by_lane.values()):
                 while lane and lane[0].is_done:
@@ -354,7 +354,7 @@ class _RecordingLane(_BackgroundLane):
 
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
         if isinstance(after, _RecordedWait):
-            # Past the recorded handoff, which would log a wait of compute: the lane waits here.
+            # Past the recorded handoff, which would log a wait of compute: it is the lane that waits.
             self._log.append((self._name, "follow handoff"))
             after = after.inner
         if after is not None:

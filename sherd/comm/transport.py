@@ -1,6 +1,6 @@
 """The interface of a transport, which moves the bytes of one process group, and transports of torch's own calls.
 
-A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
+A transport moves 1-D buffers laid out rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
 equally long. `rows` has all parts side by side, `shard_buffer` is this rank's own part:
 
     sizes (3, 2)     rows | 0 0 0 | 1 1 |     shard_buffer on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
@@ -87,7 +87,7 @@ class Transport(ABC):
     def all_gather_onto(
         self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies.
+        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it is.
 
         That happens on the caller's thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as
         the call has returned.
@@ -255,7 +255,7 @@ class SingleCalls(Transport):
     def _called(
         self, call: Callable[..., Pending | None], *args: object, what: tuple[str, int], async_op: bool = True
     ) -> Pending | None:
-        """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` the wait is here."""
+        """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` it waits."""
         try:
             pending = call(*args)
             if pending is not None and not async_op:

@@ -144,7 +144,7 @@ class _Order:
 
 
 # One order per group, kept as long as the group lives. Two orders would give two calls the same number. An order made
-# anew on some ranks only (after a garbage collection) would give one call two numbers. An order must not hold its
+# again on some ranks only (after a garbage collection) would give one call two numbers. An order must not hold its
 # group, except through calls under way.
 _orders: WeakKeyDictionary[dist.ProcessGroup, _Order] = WeakKeyDictionary()
 

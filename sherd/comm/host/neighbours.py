@@ -1,14 +1,14 @@
 """Neighbours, the other ranks on this host: a socket to each of them, and the short messages that go through it.
 
-A message says *where* bytes lie, in a segment that all have mapped; it never carries them:
+A message says *where* bytes are, in a segment that all have mapped; it never carries them:
 
-    post    what this rank asks for as its n-th round, and where the bytes for the others lie
+    post    what this rank asks for as its n-th round, and where the bytes for the others are
     read    "I have read all rounds before n"; every post says that too
     abort   "I gave up, and why"
     leave   "I end normally"
 
-Messages between two ranks arrive whole and in order. The death of a rank is noticed at once: its sockets end, and where
-a forked child still holds them, the kernel tells of the process itself (`pidfd`).
+Messages between two ranks arrive complete and in order. The death of a rank is noticed at once: its sockets end, and
+where a forked child still holds them, the kernel tells of the process itself (`pidfd`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Post(NamedTuple):
     total: int  # bytes, over all ranks
     number: int
     read: int  # the sender has read all rounds before this one
-    start: int  # where in the sender's segment the bytes lie
+    start: int  # where in the sender's segment the bytes are
 
     @property
     def question(self) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class Neighbours:
                     if neighbour.ended_well:
                         raise CommError(f"{neighbour.name} {ENDED}; its part of the {what} is missing")
                     raise CommError(
-                        f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
+                        f"{neighbour.name} has {neighbour.fate} before its part of the {what} arrived; look for the "
                         "first error in its log, and restart all ranks from the last checkpoint"
                     )
             for neighbour in self.all:

@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the segment takes, in whole pages."""
+        """The bytes of the segment's memory, a multiple of the page size."""
         # `st_size` would count addresses that were never written, too. A block has 512 bytes, whatever a page has.
         return os.fstat(self.fd).st_blocks * 512
 
@@ -69,7 +69,7 @@ class Segment:
 
 
 class Regions:
-    """The taken bytes of an endless line. New regions lie as low as they fit, where memory is warm.
+    """The taken bytes of an endless line. New regions are placed as low as they fit, where memory is warm.
 
     | taken | free | taken | free ...      take(2) -> the first gap that is wide enough
     """

@@ -1,11 +1,11 @@
 r"""The transport between CPU ranks of one host: each rank reads the memory of the others.
 
-In a *round* every rank copies the bytes for the others into its segment and posts to them where these lie. The others
-read them from there, straight to where they belong, or add them up on the way. A large collective is several rounds:
+In a *round* every rank copies the bytes for the others into its segment and posts to them where these are. The others
+copy them from it straight to where they belong, or add them up on the way. A large collective is several rounds:
 
     rank 0   fill, post ----.   .--- read rank 1's, say so
                              \ /
-    rank 1   fill, post -----'-'---- read rank 0's, say so          memory is filled anew when all have read it
+    rank 1   fill, post -----'-'---- read rank 0's, say so          memory is filled again when all have read it
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Question:
     def __str__(self) -> str:
         return _described(*self.numbers)
 
-    def beside(self, theirs: tuple[int, ...]) -> str:
+    def difference_to(self, theirs: tuple[int, ...]) -> str:
         """Returns another rank's question in words if it differs from this one; else ""."""
         if theirs == self.numbers:
             return ""
@@ -109,7 +109,7 @@ class _Round(ABC):
         """Copy this rank's elements for the others, `shown[own rank]` of them, to `stage`."""
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
-        """Returns the first element in `rank`'s stage for this rank, and their number; by default the whole stage."""
+        """Returns the first element in `rank`'s stage for this rank, and their number; by default all of the stage."""
         return 0, self.shown[rank]
 
     @abstractmethod
@@ -121,11 +121,11 @@ class _Round(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop the result, which nobody wants, and leave the caller's memory alone. Called on any thread."""
+        """Drop the result, which is not wanted, and leave the caller's memory alone. Called on any thread."""
 
 
 class _Gather(_Round):
-    """Every rank shows its part to all. This rank's part lies in `pieces`."""
+    """Every rank shows its part to all. This rank's part is in `pieces`."""
 
     def __init__(
         self, question: _Question, shown: Sequence[int], pieces: Sequence[torch.Tensor], copy_into_place: CopyIntoPlace
@@ -193,7 +193,7 @@ class _Sum(_Round):
 
 
 class _SumOfWholes(_Sum):
-    """Every rank shows its whole tensor to all, and each rank adds up all of them."""
+    """Every rank shows its full tensor to all, and each rank adds up all of them."""
 
     def __init__(self, question: _Question, own: int, tensor: torch.Tensor) -> None:
         num_ranks = len(question.sizes)
@@ -293,7 +293,7 @@ class SharedMemory(Transport):
                 segment.close()
         if neighbours is None:
             return None
-        assert segment is not None, "nobody has neighbours without one"
+        assert segment is not None, "no rank has neighbours without one"
         if timeout is None:
             timeout = timeout_of(group, torch.device("cpu")) or dist.default_pg_timeout
         return cls(group, segment, Neighbours(neighbours, timeout.total_seconds()), limit)
@@ -372,11 +372,11 @@ class SharedMemory(Transport):
         own = into[self._rank]
         is_in_place = own.data_ptr() == shard_buffer.data_ptr()
         for cut in self._cuts(question, question.sizes):
-            here = cut[self._rank]
+            own_part = cut[self._rank]
             shown = [piece.stop - piece.start for piece in cut]
-            yield _Gather(question, shown, [shard_buffer[here]], _copier_into(into, cut))
+            yield _Gather(question, shown, [shard_buffer[own_part]], _copier_into(into, cut))
             if not is_in_place:
-                own[here].copy_(shard_buffer[here])
+                own[own_part].copy_(shard_buffer[own_part])
 
     def _gather_onto(
         self, question: _Question, copy_into_place: CopyIntoPlace, pieces: Sequence[torch.Tensor]
@@ -384,8 +384,8 @@ class SharedMemory(Transport):
         round_ = _Gather(question, question.sizes, pieces, copy_into_place)
         yield round_
         # Several pieces are one part in the segment, which is not freed before this rank has read the round.
-        here = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
-        copy_into_place(self._rank, pieces[0] if len(pieces) == 1 else here)
+        staged = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
+        copy_into_place(self._rank, pieces[0] if len(pieces) == 1 else staged)
 
     def _sums(self, question: _Question, shard_buffer: torch.Tensor, rows: torch.Tensor) -> Iterator[_Round]:
         sizes = question.sizes
@@ -458,10 +458,10 @@ class SharedMemory(Transport):
         """Take the others' parts in the order of their arrival."""
         missing = self._neighbours.all
         while missing:
-            here = [neighbour for neighbour in missing if neighbour.posts]
-            for neighbour in here:
+            arrived = [neighbour for neighbour in missing if neighbour.posts]
+            for neighbour in arrived:
                 self._take_from(neighbour, round_)
-            missing = [neighbour for neighbour in missing if neighbour not in here]
+            missing = [neighbour for neighbour in missing if neighbour not in arrived]
             if missing:
                 self._neighbours.wait(missing, lambda neighbour: bool(neighbour.posts), round_.question)
         round_.finish()
@@ -471,7 +471,7 @@ class SharedMemory(Transport):
     def _take_from(self, neighbour: Neighbour, round_: _Round) -> None:
         post = neighbour.posts.popleft()
         question = round_.question
-        theirs = question.beside(post.question)
+        theirs = question.difference_to(post.question)
         if theirs:
             raise CommError(
                 f"ranks diverged in round {round_.number}: rank {self._world_rank} asks for {question}, "
