@@ -98,7 +98,7 @@ def of_empty_state(optim: Optimizer) -> None:
     """Warn that an optimizer that keeps state is given none."""
     if any(group.get("momentum", True) for group in optim.param_groups):  # SGD without momentum keeps none
         _warn(
-            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} begins anew. A state "
+            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} starts over. A state "
             "that torch.distributed.checkpoint is to fill must be of an optimizer that has stepped once"
         )
 

@@ -203,7 +203,7 @@ class WrapperArguments:
 
     @property
     def owns_gradients(self) -> bool:
-        """Returns whether `Placements` let whole gradients go to owners.
+        """Returns whether `Placements` let full gradients go to owners.
 
         Raises:
             PolicyError: a flat parameter, whose gradient is one line.
@@ -293,7 +293,7 @@ class WrapperArguments:
         if self.placements.cut is None and mesh.replicate_axis is not None and not self.use_orig_params:
             raise PolicyError(
                 "sharding_strategy=Placements(...) that replicates everything over two axes, with "
-                "use_orig_params=False: there is no axis for a flat parameter to lie on; pass use_orig_params=True, or "
+                "use_orig_params=False: there is no axis for a flat parameter to span; pass use_orig_params=True, or "
                 "a device_mesh of one axis"
             )
         return arranged(mesh, self.placements.levels)
@@ -348,7 +348,7 @@ class WrapperArguments:
                 f"Manual wrapping with ShardingStrategy.{self.strategy.name} requires explicit specification of "
                 "process group or device_mesh; or give an auto_wrap_policy"
             )
-        # Shards lie within a node, whose links are fast, and each node has a copy.
+        # Shards are spread within a node, whose links are fast, and each node has a copy.
         world = dist.get_world_size(default_group())
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or devices_here() or world
         if world % per_node:

@@ -3,8 +3,8 @@
     rows that are sent     | gradient | padding | flags |     one part a rank
     what the hook sees     | gradient |    0    |             in memory of its own, which it may write
 
-The flags say which parameters have a gradient on other ranks and none here. A hook would scale or compress the flags
-like gradients, so that a collective of their own sums them.
+The flags say which parameters have a gradient on other ranks and none on this one. A hook would scale or compress the
+flags like gradients, so that a collective of their own sums them.
 
 The form of hooks is that of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020).

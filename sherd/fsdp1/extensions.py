@@ -31,7 +31,7 @@ from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around, lies_as
-from sherd.tensor.tensor_parallel import beside, own_spec
+from sherd.tensor.tensor_parallel import on_other_axes, own_spec
 
 
 class FSDPExtensions(ABC):
@@ -96,7 +96,7 @@ class FSDPExtensions(ABC):
 
 
 class DTensorExtensions(FSDPExtensions):
-    """The default treatment of tensor-parallel parameters, on any number of axes beside the wrapper's.
+    """The default treatment of tensor-parallel parameters, on any number of axes besides the wrapper's.
 
     A subclass overrides the methods that it changes or observes.
     """
@@ -150,7 +150,7 @@ class DTensorExtensions(FSDPExtensions):
         rule = placement.Shard(0) if plain.dim() else placement.Replicate()
         cut = rule.cut(tuple(plain.shape), mesh.num_shards, name)
         if isinstance(tensor, DTensor):
-            spec = beside(spec_of(tensor), mesh, cut, name)
+            spec = on_other_axes(spec_of(tensor), mesh, cut, name)
         else:
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
         return dtensor(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)

@@ -51,7 +51,7 @@ def prepare(
 
     Raises:
         PolicyTypeError: `param_init_fn` cannot be called.
-        ModuleError: a module on the meta device stays there, or has no `reset_parameters()`.
+        ModuleError: a module stays on the meta device, or has no `reset_parameters()`.
     """
     on_meta = [
         (module, name, parameter)
@@ -135,7 +135,7 @@ def cast_buffers(
     """Cast the floating-point buffers of a wrapper, `root`, to the chosen dtype; nested units cast their own buffers.
 
     Returns:
-        The dtype that each buffer had, by the buffer's module and its name there.
+        The dtype that each buffer had, by the buffer's module and its name in it.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     wanted = choices.buffer_dtype

@@ -32,9 +32,9 @@ class ShardedForm(Enum):
     RUNS = auto()
     """A `RaggedDTensor`: the shard itself, nothing is copied or sent. For `torch.distributed.checkpoint`."""
     ROWS = auto()
-    """A DTensor of torch's own, `Shard(0)`, as FSDP1 gives for a `device_mesh`; gathered and cut anew."""
+    """A DTensor of torch's own, `Shard(0)`, as FSDP1 gives for a `device_mesh`; gathered and cut again."""
     SHARDED_TENSOR = auto()
-    """A `ShardedTensor` of rows, as FSDP1 gives without a `device_mesh`; gathered and cut anew."""
+    """A `ShardedTensor` of rows, as FSDP1 gives without a `device_mesh`; gathered and cut again."""
 
 
 class OptimStateKeyType(Enum):

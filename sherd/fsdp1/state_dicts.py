@@ -7,7 +7,7 @@ Both methods go through nn.Module's own machinery, which finds shards where para
     after       paths become clean names, and shards become the chosen kind (`state_dict_type.py`); the flat parameter
                 is registered again
 
-`sherd/engine/between/load.py` cuts whole tensors, and shards of other layouts, on the way in.
+`sherd/engine/between/load.py` cuts full tensors, and shards of other layouts, on the way in.
 """
 
 from __future__ import annotations
@@ -313,8 +313,8 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
         theirs = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
         raise PlacementError(
             f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {theirs} in "
-            f"the state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and "
-            "the number of ranks that it comes from, a SHARDED_STATE_DICT into any"
+            f"the state dict, of {own.shapes} in the model and {shapes} in the state dict; a LOCAL_STATE_DICT loads "
+            "into the wrapping and the number of ranks that it comes from, a SHARDED_STATE_DICT into any"
         )
     (group,) = (weights.group for weights in unit.weights)
     vector, rank = local_tensor(given), group.mesh.piece

@@ -80,7 +80,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             rank holds a run, some of them empty. False: one `FlatParameter` per unit.
         ignored_states: parameters, or modules, that stay as they are.
         device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
-            Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
+            With tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
         extensions: the treatment of parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
         unmanaged: as for `fully_shard`. Beyond torch.
         comm_policy: as for `fully_shard`. Beyond torch.
@@ -216,7 +216,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As nn.Module's, but set a tensor on the wrapped module if that has a parameter of the name.
 
-        `__getattr__` reads the tensor there. `torch.func.functional_call` sets the parameters of a nested wrapper so.
+        `__getattr__` reads the tensor from it. `torch.func.functional_call` sets the parameters of a nested wrapper
+        this way.
         """
         wrapped, inner = None, wrapped_by(self) if isinstance(value, torch.Tensor) else None
         while inner is not None:
@@ -500,7 +501,7 @@ def _check_parameters(ownership: ParameterOwnership, use_orig_params: bool) -> N
     for borrowed in ownership.borrowed:
         if isinstance(borrowed.place.shown, FlatParameter):
             raise PlacementError(
-                f"Cannot flatten a `FlatParameter`: {borrowed.place.attribute} is another wrapper's; leave it there"
+                f"Cannot flatten a `FlatParameter`: {borrowed.place.attribute} is another wrapper's; leave it as it is"
             )
     for each in ownership.owned:
         dtype = each.parameter.dtype

@@ -1,4 +1,4 @@
-"""`WrapperState`: what a `FullyShardedDataParallel` keeps beside its unit, in one record under one attribute."""
+"""`WrapperState`: what a `FullyShardedDataParallel` keeps besides its unit, in one record under one attribute."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sherd.wrap.names import WRAPPED
 
 @dataclass(eq=False)
 class WrapperState:
-    """The record that a wrapper keeps beside its unit.
+    """The record that a wrapper keeps besides its unit.
 
     Args:
         unit: the unit that the wrapper made.
         choices: the arguments that describe the unit, as the user gave them.
         extensions: the treatment of parameters that are DTensors.
         extended: what `pre_flatten_transform` returned for each tensor-parallel parameter; restores the parameter.
-        buffer_dtypes: the dtype that a buffer had before the cast, by the buffer's module and its name there.
+        buffer_dtypes: the dtype that a buffer had before the cast, by the buffer's module and its name in it.
         undistributed: the modules that have parameters and were not tensor parallel when they were wrapped.
         settings: the kind of state dict that the wrapper gives.
     """
@@ -88,7 +88,7 @@ class WrapperState:
                 if is_tensor_parallel(module):
                     raise ModuleError(
                         f"parallelize_module was applied to a {type(module).__name__} after it was wrapped in "
-                        f"{self.unit.name}, whose shards it cannot distribute; build the model anew, apply "
+                        f"{self.unit.name}, whose shards it cannot distribute; build the model again, apply "
                         "parallelize_module, and wrap it then"
                     )
             for parameter in self.unit.parameters:

@@ -1,1 +1,1 @@
-"""DTensors whose pieces are runs of elements instead of equal chunks."""
+"""DTensors whose shards are runs of elements instead of equal chunks."""

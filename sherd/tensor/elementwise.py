@@ -56,9 +56,9 @@ ALSO_ELEMENTWISE = (
 
 
 def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
-    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers.
+    """Compute on this rank's shard, if all operands have the same places or are one value. Else `otherwise` answers.
 
-    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its piece.
+    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its part.
     """
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
     if first is None or (kwargs and any(value is not first for value in tensors_among(kwargs.values()))):
@@ -293,7 +293,7 @@ FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
 @answers(*FILLERS, "bernoulli", "rand_like", "randint_like", "randn_like")
 @SHARDED.answers("random")
 def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's piece.
+    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's shard.
 
     So ranks that share a seed get the numbers of a single process, and their generators stay alike. (torch's DTensor
     draws the same numbers for every chunk on a CPU.) Replicas get the numbers of the first replica.

@@ -16,12 +16,12 @@ from sherd.layout.runs import Runs
 from sherd.tensor.placement import AxisSplit, Layout, Places
 
 PADDING_LIMIT = 2
-"""An all-gather pads every piece to the largest: it is used up to this many times the tensor's size. Beyond, each rank
-broadcasts its piece."""
+"""An all-gather pads every shard to the largest: it is used up to this many times the tensor's size. Beyond, each rank
+broadcasts its shard."""
 
 
 def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns the unsharded tensor, in memory of its own. All ranks that hold a piece must call it."""
+    """Returns the unsharded tensor, in memory of its own. All ranks that hold a shard must call it."""
     part = gather_part(local, layout)
     for split in reversed(layout.splits):
         part = _joined_on_dim(part, split, layout)
@@ -32,7 +32,7 @@ def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Returns the runs of all ranks joined, in memory of its own. All ranks of the axes of the runs must call it.
 
     That is the unsharded tensor, or the part of it that axes with `Shard(dim)` leave to this rank. The axes are
-    gathered one after the other, the fastest first, so that joined pieces follow one another.
+    gathered one after the other, the fastest first, so that joined shards follow one another.
 
         mesh (outer 2, inner 2), runs 0 to 3:      outer: 0 1 | 2 3      then inner: 0 1 2 3
     """
@@ -103,7 +103,7 @@ def _gather_bytes(
 
 
 def _broadcast_pieces(pieces: Sequence[torch.Tensor], local: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """Fill `pieces`: each rank that has a piece sends it to all."""
+    """Fill `pieces`: each rank that has a shard sends it to all."""
     works = []
     for sender, piece in enumerate(pieces):
         if not piece.numel():
@@ -138,7 +138,7 @@ def counted_here(local: torch.Tensor, layout: Places) -> list[torch.Tensor]:
 
 
 def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
-    """Returns the piece of `rank`, in its local shape: a view if `tensor` is contiguous or cut on a dim."""
+    """Returns the shard of `rank`, in its local shape: a view if `tensor` is contiguous or cut on a dim."""
     if isinstance(cut, Runs):
         piece = cut.piece(rank)
         return tensor.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))

@@ -31,7 +31,7 @@ from sherd.tensor.table import (
 )
 
 WAYS_OUT = (
-    "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
+    "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the full tensor, or "
     ".to_local() to work with this rank's piece"
 )
 
@@ -72,7 +72,7 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
 
 
 def piece_at(value: object, places: Places) -> object:
-    """Returns this rank's operand for `value`: the piece of a tensor with these places, or the value of a scalar.
+    """Returns this rank's operand for `value`: the shard of a tensor with these places, or the value of a scalar.
 
     A value that is no tensor is its own operand. None: the elements are elsewhere.
     """
@@ -112,17 +112,17 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
-        remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
+        remedy = "cut it in the same way first (sherd.tensor.ragged.redistribute_to)"
         if all(each.is_replicate() for each in value.placements):  # what an optimizer of matrices has reduced
             remedy = f"give an optimizer of whole matrices placement Owned(), or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
-                "a whole gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
+                "a full gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
                 f"sherd.Muon or sherd.MatrixOptimizer; for another optimizer shard with placement=Shard(0); or {remedy}"
             )
     else:
         other = f"a plain tensor of shape {tuple(value.shape)}"
-        remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
+        remedy = "cut it in the same way first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
     return PlacementError(
         f"{name_of(func)}: a ragged tensor of shape {layout.shape} ({layout}) met {other}, whose elements are on "
         f"other ranks; {remedy}, or {WAYS_OUT}"

@@ -9,7 +9,7 @@ The optimizer has them while it computes, inside of all step hooks, and no longe
     outside of a step    param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
     within               param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
 
-Optimizers of other packages know plain tensors alone. Where each parameter is whole on one rank (`Owned`), they get
+Optimizers of other packages know plain tensors alone. Where each parameter is unsharded on one rank (`Owned`), they get
 these, from the first step on.
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
@@ -56,7 +56,7 @@ ON_LISTS = ("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused
 @SHARDED.answers(*ON_LISTS)
 @RAGGED.answers(*ON_LISTS)
 def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on the lists of this rank's pieces. Results have the places of the first list."""
+    """Compute on the lists of this rank's shards. Results have the places of the first list."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
     return by_kind(_on_pieces, func, args, kwargs)
@@ -103,7 +103,7 @@ def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> ob
 
 
 def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on lists of this rank's pieces, if tensors that meet have the same places."""
+    """Compute on lists of this rank's shards, if tensors that meet have the same places."""
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
     places = list(map(places_at, first))
@@ -128,7 +128,7 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
     """Returns `piece_at` of each value. None: the elements of a value are elsewhere."""
-    # Places of tensors that lie alike are one object, so this comparison of lists is quick.
+    # Equal places are one object, so this comparison of lists is quick.
     classes = set(map(type, values))
     if all(issubclass(each, OwnDTensor) for each in classes) and list(map(places_at, values)) == places:
         return list(map(local_tensor, values))
@@ -192,7 +192,7 @@ _ELEMENTWISE_STEPS = {inspect.unwrap(vars(each)["step"]) for each in ELEMENTWISE
 class LocalStep:
     """This rank's parts of one optimizer's parameters, gradients and state, which the optimizer has while it steps.
 
-    With `of_owners`, each of them is a whole parameter, and the optimizer has none of those that other ranks hold.
+    With `of_owners`, each of them is an unsharded parameter, and the optimizer has none of those that other ranks hold.
     """
 
     def __init__(self, optimizer: Optimizer, of_owners: bool = False) -> None:
@@ -207,9 +207,9 @@ class LocalStep:
         self._all_chunks = list(map(local_part, self._all))
         part_of = _as_parameter if of_owners else local_part
         self._chunks = list(map(part_of, self._params))
-        here = dict(zip(map(id, self._params), self._chunks, strict=True))
-        self._own_chunks = [here[id(each)] for each in self._own]
-        self._places = [here.get(id(each)) for each in self._all]
+        chunk_of = dict(zip(map(id, self._params), self._chunks, strict=True))
+        self._own_chunks = [chunk_of[id(each)] for each in self._own]
+        self._places = [chunk_of.get(id(each)) for each in self._all]
         self._lists: list[list[torch.Tensor]] = []
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
@@ -242,7 +242,7 @@ class LocalStep:
     def take_gradients(self) -> bool:
         """Give each chunk this rank's part of the gradient.
 
-        Returns False, and gives no gradient, if a gradient or a piece of state has other placements than its parameter
+        Returns False, and gives no gradient, if a gradient or an entry of state has other placements than its parameter
         or another dtype, or if a parameter is a DTensor of torch.
         """
         gradients: list[Any] = [each.grad for each in self._own]
@@ -316,7 +316,7 @@ def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned_layout(tensor: object) -> Layout | None:
-    """Returns the layout of a tensor that one rank holds as a whole; None for any other value."""
+    """Returns the layout of a tensor that one rank holds unsharded; None for any other value."""
     layout = layout_of(spec_of(tensor)) if isinstance(tensor, RaggedDTensor) else None
     return layout if layout is not None and layout.owner is not None else None
 
@@ -328,7 +328,7 @@ def is_here(parameter: torch.Tensor) -> bool:
 
 
 def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
-    """Returns True if one rank was to have the whole parameter, or each rank has it."""
+    """Returns True if one rank was to have the full parameter, or each rank has it."""
     if not isinstance(parameter, DTensor):
         return True
     if is_ragged(spec_of(parameter)):
@@ -338,7 +338,7 @@ def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
 
 
 def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
-    """Returns True if a piece of state lies as the parameter, or, of another shape, at the parameter's owner."""
+    """Returns True if state is laid out as the parameter, or, of another shape, is at the parameter's owner."""
     layouts = [each for each in map(owned_layout, (state, parameter)) if each is not None]
     lies_as = isinstance(parameter, OwnDTensor) and parameter.lies_as(state)
     return lies_as or (len(layouts) == 2 and common_owner(layouts) is not None)
@@ -427,7 +427,7 @@ def takes_parts(optimizer_class: type) -> bool:
 
 
 def steps_owned(optimizer: Optimizer) -> bool:
-    """Returns True if `optimizer` gets whole parameters, on the ranks that hold them."""
+    """Returns True if `optimizer` gets unsharded parameters, on the ranks that hold them."""
     return not _knows_dtensors(type(optimizer)) and all(map(_is_whole_somewhere, _params_of(optimizer)))
 
 
@@ -435,7 +435,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     """Returns what `optimizer` is about to step in the place of its own tensors, with gradients. None: its own.
 
     Torch's element-wise optimizers step chunks. Optimizers that know no DTensors step the parameters that this rank
-    holds as a whole, if each is whole somewhere.
+    holds unsharded, if each is unsharded on some rank.
     """
     parameters, of_owners = _params_of(optimizer), type(optimizer) not in STEPPED
     if not any(isinstance(each, OwnDTensor) for each in parameters):
@@ -445,7 +445,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
             return None
     elif has_closure or "_init_group" in vars(optimizer):
         adopt_state(optimizer)
-        return None  # a closure makes gradients, and what replaces a method may look at whole tensors
+        return None  # a closure makes gradients, and what replaces a method may look at full tensors
     elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
@@ -466,7 +466,7 @@ def adopt_state(optimizer: Optimizer) -> None:
 
     DTensors of torch, as files bring them, become ours. The state of a scalar, which torch leaves plain, becomes a
     DTensor with a copy on every rank, like the scalar. So does a plain tensor of the shape of this rank's part, which a
-    user has put there, under an optimizer that is known to keep no such state itself.
+    user has put in their place, under an optimizer that is known to keep no such state itself.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise, keeps_parts = elementwise_keys(states), takes_parts(type(optimizer))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where the elements of a sharded tensor lie: the placement of runs in a DTensor's spec, and what is read from a spec.
+"""Where the elements of a sharded tensor are: the placement of runs in a DTensor's spec, and what is read from a spec.
 
 `Places` says it of any sharded tensor, `Layout` of a ragged one. Both are read once from a spec, and kept with it.
 """
@@ -25,7 +25,7 @@ from sherd.tensor.vectors import UnevenShard, VectorShard, counted
 
 
 class Places:
-    """The places of one tensor's pieces.
+    """The places of one tensor's shards.
 
     Attributes:
         shape: the shape of the unsharded tensor.
@@ -34,7 +34,7 @@ class Places:
         joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
         copied_axes: the mesh axes whose ranks hold the same elements.
         is_of_vectors: the tensor is a flat parameter over tensor parallelism.
-        counted: the extents of this rank's run that a reduction counts on this rank. None: all elements count here.
+        counted: the extents of this rank's run that a reduction counts on this rank. None: it counts all elements.
             Only a flat parameter over tensor parallelism has elements that another rank counts.
     """
 
@@ -85,7 +85,7 @@ class Places:
         return sizes
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the spec of a tensor of `dtype` that lies here; the same object each time."""
+        """Returns the spec of a tensor of `dtype` with these places; the same object each time."""
         spec = self.by_dtype.get(dtype)
         if spec is None:
             spec = self._new_spec(dtype)
@@ -103,7 +103,7 @@ class Places:
         return dtensor_spec(self.mesh, self.placements, torch.Size(self.shape), dtype, self.strides)
 
     def keep_with(self, spec: DTensorSpec) -> None:
-        """Keep these places with `spec`, which describes them. Every operation on the tensor reads them there."""
+        """Keep these places with `spec`, which describes them. Every operation on the tensor reads them from it."""
         assert spec.tensor_meta is not None, "a DTensor's spec has it"
         self.by_dtype.setdefault(spec.tensor_meta.dtype, spec)
         spec.sherd_places = self
@@ -150,7 +150,7 @@ class RaggedShard(UnevenShard):
         if not isinstance(other, RaggedShard) and asked_by_spec():
             raise PlacementError(
                 f"{self} is the placement of a RaggedDTensor, which DTensor.from_local does not make; make one like "
-                "another that lies so: made = torch.empty_like(it), and then made.to_local().copy_(local)"
+                "another of this layout: made = torch.empty_like(it), and then made.to_local().copy_(local)"
             )
         return (
             isinstance(other, RaggedShard)
@@ -188,12 +188,12 @@ def ragged_spec(
         both                  mesh (outer, inner, tp)    axes (1, 0)    placements (Replicate(), Replicate(), Shard(0))
 
     Args:
-        mesh: all axes that the tensor lies on.
+        mesh: all axes that the tensor is placed on.
         placements: the tensor's placements before it is cut, one for each axis of `mesh`: `Replicate()` on `axes`;
             `Replicate()` or `Shard(dim)`, of any size, on the others.
         shape: the shape of the unsharded tensor.
         dtype: the dtype of its elements.
-        cut: the cut of the tensor-parallel shard, which is the whole tensor if the other axes shard nothing.
+        cut: the cut of the tensor-parallel shard, which is the full tensor if the other axes shard nothing.
             `cut.shape` is its shape, `cut.num_ranks` the product of the sizes of `axes`. Ranks with the same
             coordinates on the other axes have the same cut.
         axes: the mesh axes the tensor is cut over, the slowest first. This rank holds run `virtual_rank(mesh, axes)`.
@@ -208,7 +208,7 @@ def ragged_spec(
     if not axes or any(not given[axis].is_replicate() for axis in axes):
         raise PlacementError(
             f"placements {given} on axes {axes} of {mesh}: a tensor is cut into runs over at least one axis, on which "
-            "it was replicated before; give Replicate() there"
+            "it was replicated before; give Replicate() on that axis"
         )
     strides = {axis: prod(mesh.size(other) for other in axes[at + 1 :]) for at, axis in enumerate(axes)}
     full = tuple(RaggedShard(cut, strides[axis]) if axis in strides else each for axis, each in enumerate(given))
@@ -225,7 +225,7 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs.
+    """A mesh axis with `Shard(dim)` or `VectorShard` besides the runs.
 
     `extents` are the indices of `dim` that each rank of the axis has, counted within the part that the axes to the left
     leave. This rank has `extents[rank]`.
@@ -238,7 +238,7 @@ class AxisSplit:
 
 
 class Layout(Places):
-    """The places of one ragged tensor's pieces, seen from this rank.
+    """The places of one ragged tensor's shards, seen from this rank.
 
     Attributes:
         ragged: the ragged placements by mesh axis; all have the same `cut`.
@@ -326,7 +326,7 @@ class Layout(Places):
         return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
 
     def owned_cut(self, shape: Shape) -> Runs:
-        """Returns the cut of a tensor of `shape` that lies unsharded at the owner of this one."""
+        """Returns the cut of a tensor of `shape` that is unsharded at the owner of this one."""
         assert self.owner is not None, "only layouts with an owner are asked"
         return Runs(shape, self.cut.num_ranks, self.owner, (prod(shape),), by_rows=bool(shape))
 
@@ -351,7 +351,7 @@ class Layout(Places):
         return self is other or (super().same_as(other) and self.strides == other.strides)
 
     def shares_ranks_with(self, other: Layout) -> bool:
-        """Returns True if every piece is on the same rank as the piece of `other` with the same number."""
+        """Returns True if every shard is on the same rank as the shard of `other` with the same number."""
         return (
             self.axes == other.axes
             and (self.mesh is other.mesh or self.mesh == other.mesh)
@@ -423,8 +423,8 @@ def places_of(spec: DTensorSpec) -> Places:
     return places
 
 
-# Tensors that lie alike share one object, so that two lists of tensors are compared without a look at each placement.
-# The object keeps its mesh alive, so that no other mesh gets the id in the key.
+# Tensors with equal places share one object, so that two lists of tensors are compared without a look at each
+# placement. The object keeps its mesh alive, so that no other mesh gets the id in the key.
 _alike: weakref.WeakValueDictionary[object, Places] = weakref.WeakValueDictionary()
 
 

@@ -47,9 +47,9 @@ class RaggedDTensor(OwnDTensor):
     parallel): then each rank's part on those axes is cut into runs.
 
     Checkpoints, optimizers and gradient clipping take it for a DTensor: `shape` is the shape of the unsharded tensor,
-    `to_local()` is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element,
-    or reduce to one value; others gather, and all ranks must call them. A second tensor with other places raises
-    `PlacementError`.
+    `to_local()` is this rank's run (1-D, or complete rows), `full_tensor()` gathers. Operations work element by
+    element, or reduce to one value; others gather, and all ranks must call them. A second tensor with other places
+    raises `PlacementError`.
     """
 
     @classmethod
@@ -89,7 +89,7 @@ class RaggedDTensor(OwnDTensor):
         return local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Returns the unsharded tensor on every rank, in memory of its own. All ranks that hold pieces must call it.
+        """Returns the unsharded tensor on every rank, in memory of its own. All ranks that hold shards must call it.
 
         Its gradient must be the same on all ranks; each rank keeps its run of it.
 
@@ -118,8 +118,8 @@ class RaggedDTensor(OwnDTensor):
         All ranks must call it.
 
         As in torch, `placements` may go on with `Replicate()` behind those for the axes of the mesh: a program for a
-        2-D model says `(Replicate(), Replicate())` of every parameter, and those that are not tensor parallel lie on
-        the data-parallel axis alone.
+        2-D model says `(Replicate(), Replicate())` of every parameter, and those that are not tensor parallel are
+        placed on the data-parallel axis alone.
 
         Raises:
             PlacementError: another mesh, a ragged placement (for `redistribute_to`), or a wrong number of placements.
@@ -216,21 +216,21 @@ def boxes_here(layout: Layout) -> list[tuple[Box, int]]:
 
 class _Context(Protocol):
     spec: DTensorSpec
-    back: Reading
+    in_backward: Reading
 
 
 class _Read(torch.autograd.Function):
-    """Reads a ragged tensor by `read`. `back` returns this rank's run of the gradient."""
+    """Reads a ragged tensor by `read`. `in_backward` returns this rank's run of the gradient."""
 
     @staticmethod
-    def forward(ctx: _Context, tensor: RaggedDTensor, read: Reading, back: Reading) -> torch.Tensor:
-        ctx.spec, ctx.back = spec_of(tensor), back
+    def forward(ctx: _Context, tensor: RaggedDTensor, read: Reading, in_backward: Reading) -> torch.Tensor:
+        ctx.spec, ctx.in_backward = spec_of(tensor), in_backward
         return read(local_tensor(tensor), layout_of(ctx.spec))
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[RaggedDTensor, None, None]:
         layout = layout_of(ctx.spec)
-        return as_result(ctx.back(grad, layout), layout), None, None
+        return as_result(ctx.in_backward(grad, layout), layout), None, None
 
 
 _AS_RUN: tuple[Reading, Reading] = lambda local, layout: local.view_as(local), lambda grad, layout: grad
@@ -333,7 +333,7 @@ def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     if tuple(full.shape) != layout.shape:
         raise PlacementError(
             f"a tensor of shape {tuple(full.shape)} was given for one of shape {layout.shape}; every rank gives "
-            "the whole tensor"
+            "the full tensor"
         )
     return as_result(piece_of(full.detach(), layout), layout)
 
@@ -369,7 +369,7 @@ def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
 def _distributed(theirs: Callable[..., None], state: dict[str, object], keys: list[str], *more: object) -> None:
     """Take this rank's runs out of tensors of a full state that rank 0 sends to all. torch's function takes the rest.
 
-    `state` has a pair under each of `keys`, the DTensor and the whole tensor.
+    `state` has a pair under each of `keys`, the DTensor and the full tensor.
 
     Raises:
         WriteBackError: a tensor has another shape, on all ranks. With torch's function some ranks take rows of other

@@ -72,7 +72,7 @@ class Reduction:
         return self.finish(self.join(self.send(values), groups, "a reduction of a RaggedDTensor"))
 
 
-# Backends differ in the MAX and the MIN of nan. So ranks send a mark beside each value that is nan: 1, which a MAX
+# Backends differ in the MAX and the MIN of nan. So ranks send a mark with each value that is nan: 1, which a MAX
 # keeps, or -1, which a MIN keeps (test_what_is_not_finite_on_one_rank_is_seen_by_all,
 # test_whole_numbers_complex_numbers_nan_empty_and_single_ones).
 
@@ -99,7 +99,7 @@ LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 
 @lru_cache(maxsize=64)
 def norm_of_order(power: float) -> Reduction:
-    """Returns the row that joins the norms of pieces. The norm of order 0 is the number of elements that are not 0."""
+    """Returns the row that joins the norms of shards. The norm of order 0 is the number of elements that are not 0."""
     extremes = {math.inf: LARGEST_MAGNITUDE, -math.inf: SMALLEST, 0: SUM}
     neutral = 0.0 if power > 0 else math.inf
     of_powers = Reduction(_Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power))
@@ -107,7 +107,7 @@ def norm_of_order(power: float) -> Reduction:
 
 
 def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:
-    """Returns the norm of each piece of one dtype. Norms of 16-bit floats are float32: they are added up later."""
+    """Returns the norm of each shard of one dtype. Norms of 16-bit floats are float32: they are added up later."""
     dtype = torch.float32 if pieces[0].dtype.itemsize < 4 else None
     if foreach:
         return list(torch._foreach_norm(list(pieces), power, dtype=dtype))
@@ -115,7 +115,7 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
 
 
 def by_dtype(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the pieces that have elements, in lists of one device and dtype."""
+    """Returns the shards that have elements, in lists of one device and dtype."""
     lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in pieces:
         if piece.numel():
@@ -128,7 +128,7 @@ def local_gradient_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
     if isinstance(grad, DTensor):
         return local_tensor(grad)
     if grad.is_sparse and not grad.is_coalesced():
-        # The value at an index that is there twice is the sum of both.
+        # The value at an index that occurs twice is the sum of both.
         grad = parameter.grad = grad.coalesce()
     return grad.values() if grad.is_sparse else grad
 

@@ -1,4 +1,4 @@
-"""Reductions of a whole ragged tensor to one value (sums, norms, extrema, tests), and norms of a tensor in chunks.
+"""Reductions of a ragged tensor to one value (sums, norms, extrema, tests), and norms of a tensor in chunks.
 
 Each rank reduces its run; one all-reduce over each mesh axis that shards the tensor joins the ranks' values
 (`sherd.tensor.reduction_table`). Replicas have the same value already. The answer is a replicated DTensor.
@@ -134,8 +134,8 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tenso
     if local.is_complex():  # torch raises only on ranks that have elements
         raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
     dtype = sum_dtype(local.dtype, local.device)
-    here = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
-    return row.over(here, layout.groups).to(local.dtype)
+    value = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
+    return row.over(value, layout.groups).to(local.dtype)
 
 
 @SHARDED.answers("_foreach_max")
@@ -150,8 +150,8 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    row, here = (ANY, local.any()) if func.name().startswith("aten::any") else (ALL, local.all())
-    return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
+    row, value = (ANY, local.any()) if func.name().startswith("aten::any") else (ALL, local.all())
+    return row.over(value.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
 
 
 @answers("equal", "allclose")
@@ -160,8 +160,8 @@ def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
     layout, *others = layouts_in(args, {})
     if not all(map(layout.same_as, others)):  # a rank's runs of the tensors are not of the same elements
         return bool(func(*(each.full_tensor() for each in args[:2]), *args[2:], **kwargs))
-    here = func(*(local_of(value, layout, func) for value in args), **kwargs)
-    return bool(ALL.over(torch.tensor(int(here), dtype=torch.int32, device=layout.device), layout.groups).item())
+    answer = func(*(local_of(value, layout, func) for value in args), **kwargs)
+    return bool(ALL.over(torch.tensor(int(answer), dtype=torch.int32, device=layout.device), layout.groups).item())
 
 
 @answers("_local_scalar_dense")
@@ -241,15 +241,15 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
     dtypes = {local.dtype for local in locals_}
     row = norm_of_order(power)
     if len(dtypes) == 1 and all(local.numel() for local in locals_):
-        here = local_norms(locals_, power, foreach=True)
+        local_parts = local_norms(locals_, power, foreach=True)
     else:
-        here = [
+        local_parts = [
             local_norms([local], power, foreach=False)[0]
             if local.numel()
             else row.nothing(local.dtype.to_real(), local.device)
             for local in locals_
         ]
-    joint = row.over(torch.stack(here).to(sum_dtype(torch.float32, locals_[0].device)), layout.groups)
+    joint = row.over(torch.stack(local_parts).to(sum_dtype(torch.float32, locals_[0].device)), layout.groups)
     if len(dtypes) == 1:
         return list(joint.to(dtypes.pop().to_real()).unbind())
     return [value.to(local.dtype.to_real()) for value, local in zip(joint.unbind(), locals_, strict=True)]
@@ -261,7 +261,7 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
 @SHARDED.answers("_amp_foreach_non_finite_check_and_unscale_")
 @RAGGED.answers("_amp_foreach_non_finite_check_and_unscale_")
 def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
-    """Unscale this rank's pieces; `found_inf` is set on all ranks if one rank sets it."""
+    """Unscale this rank's shards; `found_inf` is set on all ranks if one rank sets it."""
 
     def on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> None:
         pieces, found_inf, inverse = args

@@ -59,7 +59,7 @@ def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DT
 
 
 def as_rows(value: DTensor) -> DTensor:
-    """Returns a DTensor of torch's own: a ragged tensor in equal chunks of dim 0, any other where it lies."""
+    """Returns a DTensor of torch's own: a ragged tensor in equal chunks of dim 0, any other in its own layout."""
     if not is_ragged(spec_of(value)):
         return as_torchs(value) if isinstance(value, ShardedDTensor) else value
     axes, rows = layout_of(spec_of(value)).ragged, Shard(0) if value.dim() else Replicate()

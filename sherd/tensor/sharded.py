@@ -74,7 +74,7 @@ class OwnDTensor(ReadableDTensor):
         if part is None:
             raise WriteBackError(
                 f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
-                f"holds {local.numel()} elements; give the whole tensor or this rank's part"
+                f"holds {local.numel()} elements; give the full tensor or this rank's part"
             )
         with torch.no_grad():
             local.copy_(part)
@@ -105,7 +105,7 @@ class OwnDTensor(ReadableDTensor):
         if self.device_mesh.size() > 1:
             warnings.warn(
                 "a sharded tensor is pickled, as by torch.save: this rank's part alone is written, which loads on as "
-                "many ranks, from a file of each. For whole tensors take get_model_state_dict(model, "
+                "many ranks, from a file of each. For full tensors take get_model_state_dict(model, "
                 "options=StateDictOptions(full_state_dict=True)), for checkpoints sherd.save",
                 stacklevel=3,
             )
@@ -120,7 +120,7 @@ class OwnDTensor(ReadableDTensor):
 
 
 places_at: Callable[[OwnDTensor], Places] = operator.attrgetter("_spec.sherd_places")
-"""Returns the places of a tensor's pieces; tensors that lie alike share the object."""
+"""Returns the places of a tensor's shards; tensors with equal places share the object."""
 
 
 class ShardedDTensor(OwnDTensor):

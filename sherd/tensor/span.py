@@ -1,7 +1,7 @@
 """Spans: neighbouring shards of a buffer as one vector.
 
 shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
-spans            |    span 0    |   |    span 1   |      parameters, gradients and states lie alike
+spans            |    span 0    |   |    span 1   |      parameters, gradients and states are laid out alike
 """
 
 from __future__ import annotations

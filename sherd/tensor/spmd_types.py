@@ -1,6 +1,6 @@
-"""Plain parameters that have types of the package spmd_types, which say where they lie on axes beside data parallelism.
+"""Plain parameters with types of the package spmd_types, which say their placements on axes besides data parallelism.
 
-    type on an axis | the parameter there        | its gradient there
+    type on an axis | the parameter on it        | its gradient on it
     R               | the same on all ranks      | a sum that is still to be made
     I               | the same on all ranks      | the same on all ranks
     S(dim)          | cut along `dim`            | cut alike
@@ -81,7 +81,7 @@ def spmd_types_of(parameter: torch.Tensor, mesh: DataMesh, name: str) -> SpmdTyp
 
     Raises:
         PlacementError: the types are not those of one tensor that is replicated over the data-parallel axes of a full
-            mesh and lies on all others in a way that DTensor knows.
+            mesh, and has a placement of DTensor on all others.
     """
     local: Types = {} if isinstance(parameter, DTensor) else getattr(parameter, "_local_type", {})
     if not local:
@@ -153,12 +153,12 @@ def _require_whole(
             if found not in (spmd.R, spmd.I) and axis not in cuts:
                 raise PlacementError(
                     f"{name}: its type on axis {others[axis]!r} is {found!r}, which says not what each rank holds of "
-                    "one tensor; type it R, I or S(dim) there, or convert it, and then fully_shard"
+                    "one tensor; type it R, I or S(dim) on that axis, or convert it, and then fully_shard"
                 )
         elif data is None or not axis <= data:
             raise PlacementError(
                 f"{name}: it has the type {found!r} on axis {axis}, which is neither an axis of the mesh that "
-                f"fully_shard was given, beside data parallelism {tuple(others.values())}, nor a part of the "
+                f"fully_shard was given, besides data parallelism {tuple(others.values())}, nor a part of the "
                 "data-parallel axes; type it on axes of that mesh"
             )
         elif found is not spmd.R:
@@ -170,7 +170,7 @@ def _require_whole(
     if untyped:
         raise PlacementError(
             f"{name}: it has no type on the axes {untyped} of the mesh, only {dict(types)}; "
-            "spmd_types.assert_type it there, too"
+            "spmd_types.assert_type it on those, too"
         )
 
 

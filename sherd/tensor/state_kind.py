@@ -40,7 +40,7 @@ class PlacesState(Protocol):
 
 
 class StateKind(Enum):
-    """The kind of one piece of a parameter's state."""
+    """The kind of one entry of a parameter's state."""
 
     ELEMENTS = auto()
     """A tensor with an element for each element of the parameter, such as a momentum."""
@@ -62,8 +62,8 @@ def state_kind(
     """Returns the kind of `value`, which an optimizer keeps under `key` for one parameter.
 
     Args:
-        key: the name of this piece of state. It decides for a scalar tensor of a scalar parameter.
-        value: the piece of state.
+        key: the name of this entry of state. It decides for a scalar tensor of a scalar parameter.
+        value: the entry of state.
         shape: the unsharded shape of the parameter. DTensors of this shape have its elements.
         local_shape: the shape of a plain tensor that has the elements: None for `shape`, in a state dict of unsharded
             tensors; the shape of this rank's shard in the state of an optimizer that steps.

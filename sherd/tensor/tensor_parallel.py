@@ -44,7 +44,7 @@ def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
     return (ReplicateSpec(),) * mesh.mesh.ndim
 
 
-def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
+def on_other_axes(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
     """Returns the spec of the shard of a parameter that is a DTensor on another mesh. `cut` cuts its local tensor.
 
     Raises:
@@ -55,7 +55,7 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTens
     if unsharded.mesh in (mesh.mesh, mesh.given):
         raise OwnershipError(
             f"{name}: it is a DTensor on the very mesh it would be sharded over, {mesh.mesh}, so something has sharded "
-            "it already (a unit that no longer exists?): build the model anew; or it is tensor parallel there: shard "
+            "it already (a unit that no longer exists?): build the model again; or it is tensor parallel on it: shard "
             "it over another axis"
         )
     _require_no_sums(unsharded, name)
@@ -74,7 +74,9 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
     if unsharded.mesh != full and set(names) == {*mesh.dims.shard_names, *mesh.dims.replicate_names}:
-        return beside(unsharded, mesh, cut, name)  # a mesh of data-parallel axes only, named to say which does what
+        return on_other_axes(
+            unsharded, mesh, cut, name
+        )  # a mesh of data-parallel axes only, named to say which does what
     if unsharded.mesh != full:
         raise PlacementError(
             f"{name}: it is a DTensor on {unsharded.mesh}, not on the mesh that fully_shard was given, {full}"
@@ -241,7 +243,7 @@ def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
         if placement.is_partial():
             axis_name = axis if unsharded.mesh.mesh_dim_names is None else repr(unsharded.mesh.mesh_dim_names[axis])
             raise PlacementError(
-                f"{name}: its placement on axis {axis_name} is {placement}, a sum that nobody has made yet, so there "
+                f"{name}: its placement on axis {axis_name} is {placement}, a sum that was not reduced yet, so there "
                 "is no value for an optimizer to change; redistribute it to Replicate() or Shard(dim), then fully_shard"
             )
 

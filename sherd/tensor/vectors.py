@@ -71,7 +71,7 @@ class VectorShard(UnevenShard):
 
 
 def counted(vectors: Mapping[int, VectorShard], run: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
-    """Returns the extents of `run`, this rank's part of the vector, that a reduction counts here. None: the whole run.
+    """Returns the extents of `run`, this rank's part of the vector, that this rank counts in reductions. None: all.
 
     They leave out elements that the first rank of an axis has too, and are counted from the start of the run.
     """

@@ -241,7 +241,7 @@ def test_a_shard_whose_unit_is_gone_is_refused():
     heir = nn.Linear(WIDTH, 2 * WIDTH)
     heir.weight = orphan
     with untouched(heir):
-        assert_refuses(lambda: fully_shard(heir), OwnershipError, "weight", "build the model anew")
+        assert_refuses(lambda: fully_shard(heir), OwnershipError, "weight", "build the model again")
 
 
 @on_threads(2)

@@ -155,7 +155,7 @@ def test_a_dtensor_that_is_assigned_is_read_at_once(way):
 def test_values_that_do_not_fit_are_named():
     for way in ("shard", "zero2"):
         model = WAYS[way](made(stack))
-        with pytest.raises(WriteBackError, match=r"\(5, 5\).*give the whole tensor or this rank's part"):
+        with pytest.raises(WriteBackError, match=r"\(5, 5\).*give the full tensor or this rank's part"):
             model[2].weight.data = torch.zeros(5, 5, dtype=torch.double)
         weight = model[2].weight
         other = distribute_tensor(torch.zeros(3, 8, dtype=torch.double), weight.device_mesh, [Replicate()])

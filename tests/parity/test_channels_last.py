@@ -118,5 +118,5 @@ def test_a_format_that_sharding_does_not_keep_is_told_once(world):
     for formats in ([plain, flat, solid], [plain, solid, flat]):
         for none, first, second in world(2).run(warned_of, formats):
             assert none == second == []
-            assert first[0].startswith("weight: sharded parameters lie in the order of their dims")
+            assert first[0].startswith("weight: sharded parameters have the order of their dims")
             assert "inputs in channels_last" in first[0]

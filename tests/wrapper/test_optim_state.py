@@ -737,4 +737,4 @@ def test_an_empty_state_to_load_is_warned_of_unless_the_optimizer_keeps_none():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
-        assert any(f"{kind.__name__} begins anew" in str(each.message) for each in caught) == is_told, (kind, options)
+        assert any(f"{kind.__name__} starts over" in str(each.message) for each in caught) == is_told, (kind, options)

@@ -277,7 +277,7 @@ def nest():
 def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     copies = Placements((Replicate(),) * 2, (Replicate(),) * 2, (Replicate(),) * 2)
-    with pytest.raises(PolicyError, match="no axis for a flat parameter to lie on; pass use_orig_params=True"):
+    with pytest.raises(PolicyError, match="no axis for a flat parameter to span; pass use_orig_params=True"):
         FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies)
     FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=mesh, sharding_strategy=copies, use_orig_params=True)
 

@@ -161,8 +161,8 @@ class UnshardedCopies:
         for record in (record for record, _, _ in taken if id(record) in present):
             unsharded = present[id(record)]
             record.local.copy_(_part_of(record, unsharded))
-            # A change on any rank makes all give up a backward that is to come. So the digest is of the whole tensor;
-            # it takes less memory than a copy.
+            # A change on any rank makes all give up a backward that is to come. So the digest is of the unsharded
+            # tensor; it takes less memory than a copy.
             before = self._digests.get(id(record))
             if before is not None and not torch.equal(before, _digest(unsharded)):
                 changed.append(record.optimizer_param)
@@ -205,8 +205,8 @@ def _copies(
     if group.gathers_itself:  # DTensor knows how to put a tensor subclass together
         for record in group.parameters:
             tensor = record.shard.detach() if shard_buffer_of is _shard_buffer else record.shard.grad
-            whole = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
-            copies.append(whole.cpu() if on_host else whole)
+            full = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
+            copies.append(full.cpu() if on_host else full)
         return copies
     packing, source = group.packing, shard_buffer_of(group)
     names = in_short([each.name for each in group.parameters], 4)
@@ -227,7 +227,7 @@ def _copies(
 
 
 def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
-    """Raise `StateError` for a gradient of a copy that nobody keeps after the context.
+    """Raise `StateError` for a gradient of a copy that is not kept after the context.
 
     In a context without `writeback` the user may look at gradients.
     """

@@ -4,7 +4,7 @@ All changes are found, planned, and compared between the ranks, before any is ca
 
     walk      every unit's modules, as when the unit was made: which parameter is registered where now
     compare   names, shapes, dtypes and errors, over the ranks of each mesh
-    do        shard new parameters, forget dropped ones, group the unit anew; shards that stay are the same Parameters
+    do        shard new parameters, forget dropped ones, regroup the unit; shards that stay are the same Parameters
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Change:
         return bool(self.added or self.dropped or self.thawed or self.frozen)
 
     @property
-    def borrows_anew(self) -> bool:
+    def borrows_others(self) -> bool:
         """True if the unit uses parameters of other units than before."""
         return set(self.tied_owners) != set(self.unit.tied_owners)
 
@@ -92,7 +92,7 @@ class _Change:
         unit = self.unit
         self.tied_owners = owners_of(self.borrowed, unit.mesh)
         altered = [*(each.name for each in self.added), *(each.name for each in self.dropped), *self.retied]
-        if self.borrows_anew:
+        if self.borrows_others:
             altered += [each.record.name for each in self.borrowed]
         if altered and _is_flat(unit):
             raise UnsupportedError(
@@ -158,7 +158,7 @@ def adopt_changes(model: nn.Module, optimizers: Sequence[Optimizer], from_rank0:
         for change in changes:
             change.plan()
     except SherdError as raised:
-        # Kept for `_require_agreement`: the other ranks wait there for this rank's answer
+        # Kept for `_require_agreement`: the other ranks wait in it for this rank's answer
         # (test_ranks_that_differ_all_raise_the_same).
         error = raised
     _require_agreement(units, changes, error)
@@ -209,10 +209,10 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 def _gone(units: Sequence[Unit]) -> list[Unit]:
     """Returns the units that were sealed with some of `units`, and that no root has any more."""
-    here = {unit.id for unit in units}
+    known = {unit.id for unit in units}
     runtimes = {id(runtime): runtime for unit in units if (runtime := Runtime.over(unit)) is not None}
     sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.external_units]
-    return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
+    return [unit for unit in dict.fromkeys(sealed) if unit.id not in known]
 
 
 # What has changed
@@ -220,9 +220,7 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
     walked = [(unit, ParameterOwnership.below(unit.modules, ())) for unit in units]
-    was = {
-        place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
-    }
+    was = {place.key: record for unit in units for record in unit.parameters for place in record.places if place.exists}
     now: dict[ShardedParameter, dict[Key, ParameterPlace]] = {}
     for _, belongings in walked:
         for each in belongings.borrowed:
@@ -247,7 +245,7 @@ def _change_of(
     new_values: set[int],
     names: dict[int, str],
 ) -> _Change:
-    ignored = {place.key for place in unit.ignored if place.is_there}
+    ignored = {place.key for place in unit.ignored if place.exists}
     added = [
         replace(each, name=_name_at(each.places[0], names))
         for each in belongings.owned
@@ -316,7 +314,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
     if _is_flat(unit):
         if change.regroups:
             unit.regroup()
-    elif change.regroups or change.retied or change.borrows_anew:
+    elif change.regroups or change.retied or change.borrows_others:
         unit.have([*change.kept, *adopted], change.tied_owners, change.belongings.ignored)
     borrow(change.borrowed)
     constructions[unit].look_after(unit, change.belongings.modules)

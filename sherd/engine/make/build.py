@@ -167,13 +167,13 @@ def owners_of(borrowed: Sequence[BorrowedParameter], mesh: DataMesh) -> list[Uni
         owner = each.record.owner
         if not isinstance(owner, Unit):
             raise OwnershipError(
-                f"{each.record.name} was sharded by a unit that no longer exists, so nobody gathers it; "
-                "build the model anew"
+                f"{each.record.name} was sharded by a unit that no longer exists, so it is never gathered; "
+                "build the model again"
             )
         if owner.mesh.mesh != mesh.mesh:
             raise OwnershipError(
                 f"{each.record.name} belongs to unit {owner.name}, which shards it over {owner.mesh.mesh}, and is used "
-                f"here under {mesh.mesh} (tied weights); shard both units over one mesh, or untie them"
+                f"in this unit under {mesh.mesh} (tied weights); shard both units over one mesh, or untie them"
             )
         owners[owner.id] = owner
     return list(owners.values())
@@ -184,7 +184,7 @@ def _require_something_left(
 ) -> None:
     """Raise ModuleError if units were made from the outside in, or a flat parameter would be seen by no optimizer.
 
-    Modules without parameters, or with parameters that are all tied to those of a unit beside them, may become units.
+    Modules without parameters, or with parameters that are all tied to those of a sibling unit, may become units.
     So may a module whose wrapper was taken off, or that is wrapped again.
     """
     wrapped = [inner for module in modules if (inner := wrapped_by(module)) is not None]
@@ -205,7 +205,7 @@ def _require_something_left(
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
                 f"taken all of its parameters ({taken}). Go from the inside out: fully_shard, or the "
-                "wrapper, on the blocks first and on the model last; build the model anew"
+                "wrapper, on the blocks first and on the model last; build the model again"
             )
 
 
@@ -213,7 +213,7 @@ def borrow(borrowed: Sequence[BorrowedParameter]) -> None:
     """Register other units' parameters at the places where this unit's modules use them too."""
     for each in borrowed:
         if any(place.key == each.place.key for place in each.record.places):
-            continue  # both units have the module: the parameter is registered there
+            continue  # both units have the module: the parameter is registered already
         each.record.places.append(each.place)
         each.place.show(each.record.shard)
         each.place.register(each.record.flat is None)

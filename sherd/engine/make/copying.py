@@ -1,7 +1,7 @@
 """`copy.deepcopy` of modules with units in them: the copy has units, hooks and shards of its own, by the same policies.
 
 Python copies the modules by its usual walk. The walk's memo holds stand-ins for objects that must not be copied by it:
-shards, which become new Parameters on copied memory, and units, which are made anew afterwards.
+shards, which become new Parameters on copied memory, and units, which are made again afterwards.
 """
 
 from __future__ import annotations

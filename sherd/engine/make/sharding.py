@@ -26,14 +26,14 @@ from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import AnyPlacement, Owned, RunPlacement, Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.tensor.spmd_types import SpmdTypes, spmd_types_of
-from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
+from sherd.tensor.tensor_parallel import on_full_mesh, on_other_axes, own_spec
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingRequest:
     """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over.
 
-    The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank. With `owns_gradients` the whole
+    The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank. With `owns_gradients` the full
     reduced gradient of a tensor with two dims or more goes to one rank. If `replicated_over` is given, `mesh` is one of
     the same ranks that cuts nothing, and the DTensor is replicated on the axes of `replicated_over`.
     """
@@ -114,7 +114,7 @@ def sharding_plans(
         typed = types[index]
         unsharded = spec_of(parameter) if isinstance(parameter, DTensor) else None if typed is None else typed.spec
         if unsharded is not None:
-            spec = (beside if shown.full is None else on_full_mesh)(unsharded, shown, cut_shown, name)
+            spec = (on_other_axes if shown.full is None else on_full_mesh)(unsharded, shown, cut_shown, name)
         else:
             _require_data_parallel(name, shown)
             spec = own_spec(shown, cut_shown, parameter.shape, parameter.dtype)
@@ -133,7 +133,7 @@ def sharding_plans(
 def _gradient_owners(
     parameters: Sequence[DiscoveredParameter], requests: Sequence[ShardingRequest], types: Sequence[SpmdTypes | None]
 ) -> dict[int, int]:
-    """Returns the owner of each parameter whose whole gradient is to go to one rank, by the parameter's index."""
+    """Returns the owner of each parameter whose full gradient is reduced to one rank, by the parameter's index."""
     by_mesh: dict[DataMesh, list[int]] = {}
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         if not request.owns_gradients or request.mesh.shard_axis is None or _data(discovered).dim() < 2:
@@ -156,7 +156,7 @@ def _gradient_owners(
 
 
 def _require_data_parallel(name: str, mesh: DataMesh) -> None:
-    """Raise `PlacementError` if `mesh` is a part of a mesh with other axes, on which only a DTensor can lie."""
+    """Raise `PlacementError` if `mesh` is a part of a mesh with other axes, on which only a DTensor can be placed."""
     if mesh.full is None or mesh.dims is None:
         return
     if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):
@@ -172,7 +172,7 @@ def _data(discovered: DiscoveredParameter) -> torch.Tensor:
 
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory formats beside the order of the dims, by their number of dims."""
+"""The memory formats other than the order of the dims, by their number of dims."""
 
 
 def _warn_of_formats(parameters: Sequence[DiscoveredParameter]) -> None:
@@ -187,7 +187,7 @@ def _warn_of_formats(parameters: Sequence[DiscoveredParameter]) -> None:
     if formatted and not _warned:
         _warned.append(formatted[0])
         warnings.warn(
-            f"{in_short(formatted, 4)}: sharded parameters lie in the order of their dims, in forward too, and not in "
+            f"{in_short(formatted, 4)}: sharded parameters have the order of their dims, in forward too, and not in "
             "channels_last. Convolutions go by their input: give the model inputs in channels_last",
             stacklevel=2,
         )

@@ -32,7 +32,7 @@ from sherd.tensor.spmd_types import unchecked
 
 class GradientObserver(Protocol):
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """Note that `unsharded`, the group's parameter `index`, has a gradient that nobody took yet."""
+        """Note that `unsharded`, the group's parameter `index`, has a gradient that was not taken yet."""
 
     def borrowed(self) -> None:
         """Note that the last gradient has become the rows."""
@@ -225,7 +225,7 @@ class GradientHooks:
         return list(zip(map(self.indices.__getitem__, map(id, noted)), noted, strict=True))
 
     def rest(self) -> None:
-        """Call Python for each gradient from now on. Between backwards one may come though nobody expects it."""
+        """Call Python for each gradient from now on. Between backwards one may arrive unexpectedly."""
         if self.ends:
             self._tell()
 
@@ -240,7 +240,7 @@ class GradientHooks:
         self.order = order
 
     def forget(self) -> None:
-        """Call Python for each gradient, until the order is learnt anew."""
+        """Call Python for each gradient, until the order is learnt again."""
         self.rest()
         self.ends, self.order = {}, ()
 
@@ -306,7 +306,7 @@ class Arrivals:
 
         Args:
             divide_by: the divisor of the summed gradients.
-            may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
+            may_borrow: a large gradient may be sent from where autograd left it; nothing writes to it then.
             reduces: this backward ends with a reduction.
             is_one_of_many: this backward is inside `accumulate`.
             contributes: the gradients count. If False, they are dropped as they come.
@@ -335,7 +335,7 @@ class Arrivals:
     def _told_of(self, index: int, unsharded: torch.Tensor) -> None:
         """Take the gradient of `unsharded`, the group's parameter `index`, and all that were noted before."""
         if unsharded.grad is None:
-            return  # frozen since its forward: autograd comes here and accumulates nothing
+            return  # frozen since its forward: autograd calls the hook and accumulates nothing
         if not self.is_expecting:
             self._begin()
         self._hooks.noted.append(unsharded)
@@ -428,7 +428,7 @@ class Arrivals:
     # A reduction
 
     def take(self, even_if_empty: bool) -> ReduceBuffer | None:
-        """Returns the rows for a reduction, which gives them back. Without gradients: None, or empty rows if asked."""
+        """Returns the rows for a reduction, which returns them. Without gradients: None, or empty rows if asked."""
         if self._waiting or self._hooks.noted:
             self.collect()
         self._arrived.clear()
@@ -451,7 +451,7 @@ class Arrivals:
             rows.buffer.free()
             self._spare.setdefault(rows.buffer.tensor.dtype, []).append(rows)
 
-    # What is here
+    # What has arrived
 
     @property
     def parameters(self) -> Sequence[ShardedParameter]:
@@ -466,7 +466,7 @@ class Arrivals:
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Yields everything that is here, freed buffers too: what a memory report counts."""
+        """Yields every buffer and gradient, freed buffers too: what a memory report counts."""
         for gradient in (*(each.grad for each in self._hooks.noted), *self._waiting.values()):
             if gradient is not None:
                 yield MemoryKind.ARRIVED, gradient

@@ -19,7 +19,7 @@ from sherd.engine.state.group import Group, is_large
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
-is enough: there the memory of waiting gradients counts more than a launch."""
+is enough: in the backward before it the memory of waiting gradients counts more than a launch."""
 
 MANY_RANKS = 8
 """From this many ranks on, a shard is so small that scaling it costs nothing."""
@@ -120,7 +120,7 @@ class BufferPlan:
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
             is_unpadded=reduced.gathered_numel == reduced.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would
-            # stand beside all activations of the unit:
+            # coexist with all activations of the unit:
             # test_large_rows_are_allocated_once_a_units_parameters_are_free.
             collects_late=is_large(reduced.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
             batch_bytes=BATCH_BYTES if streams.in_host_order else BATCH_BYTES // 4,
@@ -163,7 +163,7 @@ class BufferPlan:
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:
         """Returns the factors of a mean over `divide_by`.
 
-        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which nobody writes.
+        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which is never written.
         """
         scales_sum = self.scales_sums or may_borrow
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)

@@ -54,7 +54,7 @@ class RowViews:
     def pairs(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the places of `tensors`, keyed by slot, and the matching parts of the tensors, uncopied if possible.
 
-        Where the parts of a contiguous tensor lie is worked out once.
+        The strides and offsets of the parts of a contiguous tensor are computed once.
         """
         targets = [target for index in tensors for target in self.tensors[index]]
         given = tensors.values()
@@ -184,7 +184,7 @@ def tensor_in(unsharded: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 class CopyOut(ABC):
-    """Turns gathered rows into whole tensors, in the 1-D unsharded buffer.
+    """Turns gathered rows into unsharded tensors, in the 1-D unsharded buffer.
 
     Views of the unsharded buffer are made once, here or on first use. They stay valid while it is allocated.
     """
@@ -201,9 +201,9 @@ class CopyOut(ABC):
         """Copy one rank's shard buffer, `part`, to the places of its elements in the unsharded buffer."""
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns where each tensor of a packing `in_order` lies in the unsharded buffer, and its shards in `part`.
+        """Returns the place of each tensor of a packing `in_order` in the unsharded buffer, and its shards in `part`.
 
-        `part` is this rank's shard buffer. A tensor's elements lie rank after rank. All results are 1-D.
+        `part` is this rank's shard buffer. A tensor's elements are laid out rank after rank. All results are 1-D.
         """
         raise NotImplementedError("the rows are the unsharded buffer")
 

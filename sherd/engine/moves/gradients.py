@@ -1,4 +1,4 @@
-"""A group's gradients from whole to shard: collected, reduced over the ranks, added to the shards' `.grad`.
+"""A group's gradients from unsharded to shard: collected, reduced over the ranks, added to the shards' `.grad`.
 
 Each gradient is copied once at most: from where autograd left it into the rows that the reduce-scatter sends, in the
 reduce dtype, and dropped. A tensor that has a group to itself is sent from where it is. With 2 ranks and two tensors (a
@@ -74,12 +74,12 @@ def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor
 @dataclass(eq=False, slots=True)
 class _Reduction:
     handoff: Handoff
-    rows: ReduceBuffer  # given back already if a lane owns them
+    rows: ReduceBuffer  # returned already if a lane owns them
     reduced: torch.Tensor
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool  # over the shard axis only: a later reduction sums over the replicas
-    to_host: bool  # `reduced` is a copy in host memory, which is there once `handoff` says so
+    to_host: bool  # `reduced` is a copy in host memory, complete once `handoff` says so
     # What is sent, what is summed over the replicas, and what earlier backwards left. Held until compute has waited for
     # the lane that reads them, or the lane could hand out their memory again.
     sources: list[torch.Tensor]
@@ -87,7 +87,7 @@ class _Reduction:
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """A mean on its way to host memory. `source`, if compute owns its memory, is held until the copy is there."""
+    """A mean on its way to host memory. `source`, if compute owns its memory, is held until the copy is complete."""
 
     handoff: Handoff
     stored: torch.Tensor
@@ -208,7 +208,7 @@ class Gradients:
         if policy.reduce_unused:
             raise PolicyError(
                 f"{self.group.name} has grad_dtype=None, and set_reduce_scatter_unused_params(True) lets ranks without "
-                "its gradient send zeros, whose dtype nobody has said; give MixedPrecisionPolicy(reduce_dtype=...)"
+                "its gradient send zeros, whose dtype is unknown; give MixedPrecisionPolicy(reduce_dtype=...)"
             )
         earlier = [] if self.partial is None else [self._reduce_dtype]
         self._reduce_dtype = self._grad_dtype = reduce(torch.promote_types, earlier, rows.buffer.tensor.dtype)
@@ -223,7 +223,7 @@ class Gradients:
     ) -> tuple[torch.Tensor, Handoff]:
         """Sum over the replicas, with the sum that earlier backwards left, once `scattered` is done.
 
-        Returns the sum, and when it is there: of this replica's piece only, where replicas own pieces of the shard.
+        Returns the sum, and its handoff: of this replica's piece only, where replicas own pieces of the shard.
         """
         mesh, result = self.group.mesh, [reduced]
 
@@ -247,7 +247,7 @@ class Gradients:
     def _store(
         self, mean: Callable[[], torch.Tensor], lane: CommStream, after: Handoff | None = None
     ) -> tuple[torch.Tensor, Handoff]:
-        """Copy `mean()` to host memory, on `lane`. Returns the copy, and when it is there."""
+        """Copy `mean()` to host memory, on `lane`. Returns the copy, and its handoff."""
         stored: list[torch.Tensor] = []
         handoff = lane.run(lambda async_op: stored.append(self.group.place.store(mean())), after)
         return stored[0], handoff
@@ -293,7 +293,7 @@ class Gradients:
         self._give(reduced, with_gradient)
 
     def land(self) -> None:
-        """Wait for copies to host memory, and add them to the shards' gradients, which an optimizer reads there."""
+        """Wait for copies to host memory, and add them to the shards' gradients, which optimizers read on the host."""
         host_copies, self._host_copies = self._host_copies, []
         for host_copy in host_copies:
             host_copy.handoff.wait_on_host()
@@ -322,7 +322,7 @@ class Gradients:
             if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
                 continue
             for gap in optimizer_param.gaps:
-                # The reduction leaves there what it finds, and a norm would see it.
+                # The reduction leaves any values in padding, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
             # A unit's backward accumulates into unsharded parameters, so torch calls no hook on a shard:
             # test_hooks_on_parameters_see_the_reduced_gradients_and_may_step.
@@ -359,15 +359,15 @@ class Gradients:
             reduced.mul_(scale.after)
         return reduced if reduced.dtype == dtype else reduced.to(dtype)
 
-    def _anywhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
-        """Returns the trainable parameters that have a gradient `here` or on another rank."""
+    def _anywhere(self, reduced: torch.Tensor, local: frozenset[int]) -> frozenset[int]:
+        """Returns the trainable parameters that have a gradient on this rank (`local`) or another one."""
         flags = reduced[self._numel :]
-        missing = [i for i, each in enumerate(self.group.parameters) if i not in here and each.requires_grad]
+        missing = [i for i, each in enumerate(self.group.parameters) if i not in local and each.requires_grad]
         if not missing or not self.group.num_flags:
-            return here
+            return local
         # On an accelerator the host waits for the flags. So they are read only in steps where something is missing.
         values = flags.tolist()
-        return here.union(index for index in missing if values[index] != 0)
+        return local.union(index for index in missing if values[index] != 0)
 
     # Giving up
 

@@ -1,7 +1,7 @@
 """Hooks on saved tensors tell a unit that backward is in it, and have its parameters gathered before they are read.
 
     forward     autograd saves a tensor                 pack      notes the unit whose forward runs, and the group whose
-                                                                  memory a weight, or a view of one, lies in
+                                                                  memory of a weight, or of a view of one
     backward    a node is about to read the tensor      unpack    tells the unit that backward is in it; has the weight
                                                                   gathered, if it was freed since
 
@@ -102,7 +102,7 @@ def watch(storage: torch.UntypedStorage, owner: StorageOwner) -> None:
 
 
 def source_of(tensor: torch.Tensor) -> weakref.ref[StorageOwner] | None:
-    """Returns the owner of the memory that `tensor` lies in; None for memory of no unit."""
+    """Returns the owner of the memory of `tensor`; None for memory of no unit."""
     try:
         if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             tensor = local_tensor(tensor)
@@ -218,7 +218,7 @@ def _pack_through(
         unit.runs_under_other_hooks()
     if part is not None and part[3] and in_backward():
         # A forward that runs again in backward saves tensors for the nodes of the first forward. Its own nodes never
-        # run, so nobody reads this view: test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
+        # run, so nothing reads this view: test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
         part[3] = False
         part[0]().num_unread_views -= 1
     return kept, None, unit, part

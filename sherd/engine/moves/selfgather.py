@@ -4,8 +4,8 @@ The subclass says which tensors are gathered, and makes the unsharded tensor of 
 int8 and NF4 tensors implement it on the shard's local tensor:
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
-    fsdp_post_all_gather(gathered, metadata, param_dtype)                    -> (whole tensor, tensors to free with it)
-    fsdp_post_all_gather(gathered, metadata, param_dtype, out=whole tensor)  -> None, the second time and later
+    fsdp_post_all_gather(gathered, metadata, param_dtype)              -> (unsharded tensor, tensors to free with it)
+    fsdp_post_all_gather(gathered, metadata, param_dtype, out=unsharded) -> None, the second time and later
     fsdp_should_release_all_gather_outputs_after_post_all_gather()           -> True: `gathered` may be freed after it
 
 For a smaller mesh of k ranks (`reshard_after_forward=k`) each rank keeps a k-th of every gathered tensor, as it came.
@@ -196,7 +196,7 @@ class SelfGatheredWeights(Weights):
 
     @property
     def _may_keep_part(self) -> bool:
-        """True if the gathered buffers are still there, unchanged by the subclass."""
+        """True if the gathered buffers are kept, unchanged by the subclass."""
         return not self._releases and self.made is not None and self._arrived == self.made.versions
 
     def free(self, keeps_storage: bool = False) -> None:
@@ -229,7 +229,7 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: D
     _releases_gathered(name, tensor)
     if mesh.shards_replicas:
         raise PlacementError(
-            f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "
+            f"{name}: a {type(tensor).__name__} gathers itself, from full shards, and replicas that own pieces of a "
             "shard have none; let replicas be copies (placements='hsdp') in its unit"
         )
     if cut.dim != 0:
@@ -245,5 +245,5 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: D
     if not is_cut:
         raise PlacementError(
             f"{name}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} cannot be cut over {cut.num_ranks} "
-            "ranks; give each rank equally many rows, with whole blocks of scales, or leave it whole by ignored_params"
+            "ranks; give each rank equally many rows, with complete blocks of scales, or name it in ignored_params"
         )

@@ -111,7 +111,7 @@ class Unsharded:
         that reads it for an earlier forward.
         """
         if self._versions:
-            # Back to the number that autograd saw: the same values are here again, so a backward may read them.
+            # The version that autograd saw: the same values are gathered again, so a backward may read them.
             set_versions(tuple(self.parameters), self._versions)
             self._versions = ()
         if as_of != self._as_of:
@@ -302,7 +302,7 @@ class Weights(Position, saved.StorageOwner):
         # Outside inference mode: a tensor made inside can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
             unsharded = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
-            # The memory was there to make the views. The first gather allocates it again, on the stream that writes it.
+            # The memory served to make the views. The first gather allocates it again, on the stream that writes it.
             if unsharded.buffer.is_ours:
                 unsharded.free()
         for index, parameter in enumerate(unsharded.parameters):
@@ -324,7 +324,7 @@ class Weights(Position, saved.StorageOwner):
     def is_unread(self) -> bool:
         """True if backward has read all views of the parameters that forward saved.
 
-        Autograd saves a parameter itself, or a view such as `w.t()` or `w.detach()`; only views count here.
+        Autograd saves a parameter itself, or a view such as `w.t()` or `w.detach()`; only the views are counted.
         """
         return self.num_unread_views <= 0
 
@@ -358,7 +358,7 @@ class Weights(Position, saved.StorageOwner):
         self.num_unread_views = 0
 
     def drop_gradients(self) -> None:
-        """Drop gradients of the unsharded parameters. After an exception nobody takes them."""
+        """Drop gradients of the unsharded parameters. After an exception they are never taken."""
         for unsharded in self._by_dtype.values():
             for parameter in unsharded.parameters:
                 parameter.grad = None
@@ -477,7 +477,7 @@ class Weights(Position, saved.StorageOwner):
                 unsharded.copy_out.copy_into_place(piece, elements)
 
         def copy_others_into_place(rank: int, part: torch.Tensor) -> None:
-            if rank != own:  # this rank's part is here: `_land` copies it
+            if rank != own:  # this rank's part is local: `_land` copies it
                 copy_into_place(rank, part)
 
         handoff = self._streams.gather.run(
@@ -529,7 +529,7 @@ class Weights(Position, saved.StorageOwner):
                 self._streams.gather.follow_compute()
         if not self._versions and own_rank() == 0:
             self._tell_of_seeds(unsharded)
-        # Noted here, not at the start: a gather that nobody waits for fills nothing.
+        # Noted here, not at the start: a gather that is never waited for fills nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
 
@@ -557,7 +557,7 @@ class Weights(Position, saved.StorageOwner):
         lost = unsharded.hide() if unsharded is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             if self.plan.frees_unsharded:
-                # Waited for, though nobody reads the result: without streams gloo's threads may still write the memory
+                # Waited for, though the result is not read: without streams gloo's threads may still write the memory
                 # that is freed below, and with streams the lane may still read sources that are compute's.
                 self._flight.handoff.wait()
             else:
@@ -594,7 +594,7 @@ class Weights(Position, saved.StorageOwner):
 
 def _of_lost(names: list[str]) -> StateError:
     return StateError(
-        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while it was whole, which "
-        "is a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
+        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while unsharded: "
+        "a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
         "them between steps, or in sherd.unsharded(model)"
     )

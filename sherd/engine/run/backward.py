@@ -18,7 +18,7 @@ from sherd.policy import UnitPolicy
 T = TypeVar("T")
 
 WhenComplete = Callable[[int | None, bool], None]
-"""`when_complete(group, is_done)`: all gradients of group number `group` are there, or of the whole unit (None).
+"""`when_complete(group, is_done)`: all gradients of group number `group` have arrived, or of the unit (None).
 `is_done`: nothing in this backward reads the parameters again."""
 
 RECOMPUTED = -1
@@ -36,8 +36,8 @@ class Backward:
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
-        reduces_when_complete: the unit is reduced as soon as all of its gradients are there. False if another rank may
-            lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
+        reduces_when_complete: the unit is reduced as soon as all of its gradients have arrived. False if another rank
+            may lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
@@ -197,10 +197,10 @@ class Backward:
     def _is_done(self, group: int | None) -> bool:
         """Returns whether nothing in this backward reads the parameters of `group`, or of the unit (None), again.
 
-        All gradients of these parameters are there, so autograd is past every use that leads to one. Other uses may
+        All gradients of these parameters have arrived, so autograd is past every use that leads to one. Other uses may
         follow: those of a frozen parameter, on the way to the inputs, or of a view without gradient (`w.detach()`).
 
-        Returns False until one backward has shown that no gradient arrives twice: autograd makes two whole gradients of
+        Returns False until one backward has shown that no gradient arrives twice: autograd makes two full gradients of
         a tensor that is used in two reentrant checkpoints, and reads the tensor again in between. Returns False for a
         group alone if a checkpoint may yet run a part of forward again, for gradients of other groups.
         """

@@ -5,9 +5,9 @@
     module return, or raise       forward hook, always called             leave
     first node behind an output   prehook on its grad_fn                  before_backward
     a node reads what was saved   hook on saved tensors (saved.py)        before_backward, unless it was called and the
-                                                                          parameter is still there
+                                                                          parameter is still alive
     node that made an input       prehook on its grad_fn                  after_backward
-    a parameter's gradient        post-accumulate hook (gradients.py)     before_backward, likewise; gradients complete
+    a parameter's gradient        post-accumulate hook (gradients.py)     before_backward as above; gradients complete
     end of backward               engine callback (runtime.py)            end of backward
 
 No autograd Function is put around the user's tensors: it would forbid in-place operations on them. A prehook on
@@ -211,7 +211,7 @@ def _keeps_view(unit: Unit, output: Any) -> bool:
         owner = None if source is None else source()
         if any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights):
             warnings.warn(
-                f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that "
+                f"a view of a parameter of unit {unit.name} is still alive after its forward, inside of an object that "
                 "was returned or on a module, so the unit stays unsharded until backward is done; return or keep a "
                 "clone() of it",
                 stacklevel=2,

@@ -102,7 +102,7 @@ class Runtime:
 
     Attributes:
         units: the units in the order of `named_modules`, the root's first, and the `external_units` last.
-        external_units: the ids of units that are not below the root, but own parameters that are used there.
+        external_units: the ids of units that are not below the root, but own parameters that modules below it use.
         in_backward: True between the start and the end of backward, and after a backward that raised.
         num_backwards: the number of backwards that have begun.
         is_in_last_backward: the newest backward is the last one before a step.
@@ -209,7 +209,7 @@ class Runtime:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
         if unit.policy.on_touch == "unshard":
-            for hooks, key, _ in unit.touch_hooks:  # they are there also while the unit rests unsharded
+            for hooks, key, _ in unit.touch_hooks:  # they remain also while the unit rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
@@ -737,5 +737,5 @@ def _require_own_meshes(units: list[Unit]) -> None:
                     raise OwnershipError(
                         f"{record.name} (unit {unit.name}): a DTensor on {shown.device_mesh} was put in its place "
                         f"after it was sharded over {record.shard_spec.mesh}; make modules tensor parallel first "
-                        "(parallelize_module), then fully_shard: build the model anew, in that order"
+                        "(parallelize_module), then fully_shard: build the model again, in that order"
                     )

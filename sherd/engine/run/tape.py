@@ -4,7 +4,7 @@
     BeforeForward   Await(2), Gather(3)                    unit2.wait(), unit3.gather()
                     with an monitor                       monitor.waits(unit2.wait), monitor.starts(unit3.gather)
 
-The calls look at the groups and the policy of a unit when they are played. So a change of those binds no call anew; a
+The calls look at the groups and the policy of a unit when they are played. Changing them needs no rebinding; a
 new edge does, and an observer that comes or goes.
 """
 
@@ -64,7 +64,7 @@ class Tape:
 
     Attributes:
         observer: sees all events and actions, if there is one.
-        is_astray: an action has raised, and nobody has recovered from it.
+        is_astray: an action has raised, and no reset has followed.
     """
 
     def __init__(self, schedule: Schedule, units: Sequence[Unit], monitors: Mapping[int, CollectiveMonitor]) -> None:
@@ -100,7 +100,7 @@ class Tape:
 
     def _bind(self, edge: Edge) -> None:
         if len(self._calls) >= MOST_NODES:
-            self._calls.clear()  # the schedule drops its graph likewise
+            self._calls.clear()  # the schedule drops its graph, too
         calls, observer = [], self.observer
         for action in edge.actions:
             unit = self._units[action.unit]

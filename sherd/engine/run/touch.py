@@ -6,7 +6,7 @@
     on_touch="unshard"          runs the call as a forward of the unit
     on_touch="ignore"           leaves the call to torch
 
-A forward pre-hook on the inner modules notices such calls. The hook is there only while the unit is at rest
+A forward pre-hook on the inner modules notices such calls. The hook is installed only while the unit is at rest
 (`Unit.touch_hooks`): it comes and goes by a write into a dict, so it costs nothing in forward and backward.
 """
 

@@ -40,7 +40,7 @@ from sherd.schedule.state import Live
 _ids = itertools.count()
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
-"""A forward pre-hook that is there only while its unit is at rest: the dict of a module's hooks, the key, the hook."""
+"""A forward pre-hook that is installed while its unit is at rest only: the dict of a module's hooks, key, hook."""
 
 
 class _Runtime(Protocol):
@@ -116,7 +116,7 @@ class Unit:
     RUNTIME = "_sherd_runtime"
     """The attribute of a root module for its runtime."""
     FRONT_END = "_sherd_state"
-    """The attribute of a module for what its front end keeps beside the unit."""
+    """The attribute of a module for what its front end keeps besides the unit."""
     ATTRIBUTES = (UNIT, RUNTIME, FRONT_END)
     """All attributes of modules that sherd writes."""
 
@@ -343,17 +343,17 @@ class Unit:
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
-        """Let the whole gradients of some parameters go to these ranks of their cuts, from the next backward on.
+        """Let the full gradients of some parameters be reduced to these ranks of their cuts, from the next backward on.
 
         All ranks must call it with the same owners. Parameters, their values and their gathers stay as they are.
 
         Raises:
-            StateError: a forward or backward is under way, or gradients are there, or wait for a reduction.
+            StateError: a forward or backward is under way, or the unit has gradients, or some wait for a reduction.
         """
-        self.require_at_rest("optimizer that wants whole gradients")
+        self.require_at_rest("optimizer that wants full gradients")
         if self.backward.has_unreduced or any(each.optimizer_param.grad is not None for each in owners):
             raise StateError(
-                f"unit {self.name} has gradients, and an optimizer is made that wants whole ones; make it before the "
+                f"unit {self.name} has gradients, and an optimizer is made that wants full ones; make it before the "
                 "first backward, or after zero_grad()"
             )
         for record, owner in owners.items():
@@ -380,7 +380,7 @@ class Unit:
         """Note the `grad_dtype` of each shard, as `ShardedParameter.keep_grad_dtype` does.
 
         Returns:
-            True if a user has set one, so that the unit must be grouped anew.
+            True if a user has set one, so that the unit must be regrouped.
         """
         return True in [parameter.keep_grad_dtype() for parameter in self.parameters]  # of all: it also gives back
 

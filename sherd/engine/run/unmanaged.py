@@ -162,7 +162,7 @@ def _average(members: Sequence[nn.Parameter], mesh: DataMesh) -> None:
             dist.all_reduce(sent, group=group)
     sent[: -len(members)] /= mesh.num_shards * mesh.num_replicas
     means = sent[: -len(members)].split([each.numel() for each in flat])
-    # The host waits for the flags only if a gradient is missing here.
+    # The host waits for the flags only if a gradient is missing on this rank.
     missing = any(grad is None for grad in grads)
     present = sent[-len(members) :].tolist() if missing else [1.0] * len(members)
     for parameter, target, into, mean, is_there in zip(members, targets, real, means, present, strict=True):

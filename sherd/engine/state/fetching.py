@@ -22,7 +22,7 @@ from sherd.layout.extent import Extent
 from sherd.policy import CPUOffloadPolicy, OffloadPolicy
 
 FETCHED_NUMEL = 1 << 18
-"""Elements that are brought to the device at a time, to be cast there."""
+"""Elements that are copied to the device at a time, to be cast on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class RestingPlace:
         return cls(torch.device("cpu"), policy.pin_memory and is_elsewhere, is_elsewhere)
 
     def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
-        """Returns a zeroed buffer here, or a meta one if the parameters are `now_on` meta."""
+        """Returns a zeroed buffer at the resting place, or a meta one if the parameters are `now_on` meta."""
         if now_on.type == "meta":
             return torch.empty(numel, dtype=dtype, device="meta")
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous copy of `shard` here. The copy of a meta tensor is meta."""
+        """Returns a contiguous copy of `shard` at the resting place. The copy of a meta tensor is meta."""
         if hasattr(shard, "fsdp_pre_all_gather") and shard.device == self.device:
-            # As FSDP2 copies: a clone of torchao's NF4 is quantized anew.
+            # As FSDP2 copies: a clone of torchao's NF4 is quantized again.
             copied = shard.new_zeros(shard.shape)
             if type(copied) is type(shard):
                 copied.copy_(shard)
@@ -67,7 +67,7 @@ class RestingPlace:
         return shard_buffer if shard_buffer.device == device else shard_buffer.to(device, non_blocking=True)
 
     def store(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a reduced gradient here, ordered on the current stream. Pinned: the host does not wait."""
+        """Returns a copy of a reduced gradient in it, ordered on the current stream. Pinned: the host does not wait."""
         stored = torch.empty(reduced.shape, dtype=reduced.dtype, device=self.device, pin_memory=self.pinned)
         return stored.copy_(reduced, non_blocking=True)
 

@@ -4,9 +4,9 @@
     flat parameter           | a a a a | b b               b b b . | c c |
 
 Padding between members is a part of the flat parameter. It is zero, so that no norm counts it and no optimizer moves
-it. Padding after the last member is no part. Under tensor parallelism the flat parameter lies on the tensor-parallel
-axes, too: each rank has a vector of its parts of the members, and norms count one copy of members that several ranks
-have.
+it. Padding after the last member is no part. Under tensor parallelism the flat parameter is placed on the
+tensor-parallel axes, too: each rank has a vector of its parts of the members, and norms count one copy of members that
+several ranks have.
 """
 
 from __future__ import annotations

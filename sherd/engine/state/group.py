@@ -1,4 +1,4 @@
-"""Groups: the parameters of a unit that share dtypes and trainability, and the shard buffer that their shards lie in.
+"""Groups: the parameters of a unit that share dtypes and trainability, and the shard buffer that holds their shards.
 
 Parameters of a unit that differ (mixed dtypes, frozen layers) go to different groups; a group needs no rule.
 
@@ -69,7 +69,7 @@ class GroupKey:
     """The properties that the parameters of one group share.
 
     `param_dtype` and `grad_dtype` are the parameters' own, as in `ShardedParameter`. `gathers_itself`: the tensor has
-    its own all-gather. `owned_gradients`: each gradient goes as a whole to one rank.
+    its own all-gather. `owned_gradients`: each full gradient is reduced to one rank.
     `plan_id` is None for tensors cut by themselves, else the plan that cut them into runs: runs of two plans do not fit
     one buffer.
     """
@@ -221,7 +221,7 @@ class ShardMemory:
         the user does                                  the user finds                       sherd does
         w.data -= ..., w.data.copy_(...), nn.init...   new values in the shard buffer       nothing
         w.data = ...                                   new values, which w copied itself    nothing
-        torch.utils.swap_tensors(w, other)             another local tensor                 copies the values back
+        torch.utils.swap_tensors(w, other)             another local tensor                 copies the values into w
 
     torch counts the writes to `versioned`: none of them if one optimizer parameter was made in inference mode.
     """
@@ -250,7 +250,7 @@ class ShardMemory:
     def settle(self) -> None:
         """Copy values from other memory into the shard buffer, and make the optimizer parameters views of it again.
 
-        A parameter with another dtype or device is left as it is: the unit is grouped anew.
+        A parameter with another dtype or device is left as it is: the unit is regrouped.
 
         Raises:
             WriteBackError: a parameter was swapped with a tensor of another layout.
@@ -380,8 +380,8 @@ class Group:
         takes_any_gradient: the `grad_dtype` is None, so that gradients are reduced in the dtype that they come in, if
             it is wider than `reduce_dtype`; and the shards get them so.
         arriving: the `grad_dtype` of the unsharded parameters, in a tuple, which is empty if it is theirs.
-        gradient_packing: how reduced gradients lie, and the rows that are reduced. It is `packing`, unless gradients go
-            to owners. `gradients` are their places in it.
+        gradient_packing: the layout of reduced gradients, and the rows that are reduced. It is `packing`, unless
+            gradients go to owners. `gradients` are their places in it.
     """
 
     def __init__(
@@ -494,7 +494,7 @@ class Group:
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
-            # Along the replicas first: along the shard axis ranks send whole shards.
+            # Along the replicas first: along the shard axis ranks send full shards.
             mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
         rows = piece.new_empty(self.packing.gathered_numel)
         mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
@@ -544,7 +544,7 @@ class Group:
         if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
         address = self.shard_buffer.data_ptr() + start * self.dtype.itemsize
-        # An empty tensor has the address 0, wherever it lies.
+        # An empty tensor has the address 0, wherever it is.
         return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
@@ -560,7 +560,7 @@ class Group:
         for optimizer_param in self.optimizer_params:
             extent = optimizer_param.extent
             # Not a plain slice: torch cannot save a DTensor around a tensor with an offset, and a file with a slice
-            # would hold the whole buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
+            # would hold all of the buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)

@@ -6,9 +6,9 @@ parameters are exchanged for their shards before the optimizer steps. If the opt
 parameter already, the step raises.
 
 Some optimizers cannot step shards. torch would raise in the middle of the step, and name only the operation that
-DTensor does not support; here the step is refused with the parameter's name, of torch's own classes before it begins.
-Where each parameter is whole at an owner, optimizers of any other class step these, and ranks tell each other how the
-first steps went.
+DTensor does not support; the step is refused with the parameter's name, of torch's own classes before it begins.
+Where each parameter is unsharded on one rank, its owner, optimizers of any other class step these, and ranks tell each
+other how the first steps went.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Watcher:
             self._installed = True
 
     def sharded_again(self) -> None:
-        """Examine every optimizer anew at its next step, since parameters were replaced."""
+        """Examine every optimizer again at its next step, since parameters were replaced."""
         self._known.clear()
 
     def adopt(self, optimizer: Optimizer) -> list[weakref.ref[Owner]]:
@@ -234,7 +234,7 @@ class _Watcher:
             keys = ", ".join(sorted(set.union(*dropped.values())))
             warnings.warn(
                 f"{type(optimizer).__name__} drops {keys} of {in_short(list(dropped))}: another algorithm left them; "
-                "what this one keeps begins anew where that is all there was",
+                "the state of this one starts over where there was no other",
                 stacklevel=3,
             )
         return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
@@ -349,7 +349,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             if parameter is not record.optimizer_param and parameter is not record.shard:
                 is_there = not present.isdisjoint((id(record.shard), id(record.optimizer_param)))
                 if record.has_taken(parameter) and is_there:
-                    continue  # it gets no gradients, and the shard in its place is there, too
+                    continue  # it gets no gradients, and the optimizer has the shard in its place, too
                 if optimizer.state.get(parameter):
                     # A shard that another took the place of (`load_state_dict(assign=True)`) hands on its state.
                     if not _is_shard_of(record, parameter):
@@ -463,7 +463,7 @@ def _around(plain: Callable[..., object]) -> Callable[..., object]:
 def _step_at_owners(
     local: LocalStep, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> object:
-    """Step the parameters that this rank holds as a whole.
+    """Step the parameters that this rank holds unsharded.
 
     Raises:
         OptimizerError: on all ranks, if the step fails on one of them in one of the first steps.
@@ -504,9 +504,9 @@ def _tell(optimizer: Optimizer, failure: Exception | None, computed: dict[str, o
     if failed:
         first, said = next(iter(failed.items()))
         own = [record.name for record in records if is_here(record.shard)]
-        here = f"; this rank's are {in_short(own)}" if own else "; this rank has none"
+        ours = f"; this rank's are {in_short(own)}" if own else "; this rank has none"
         raise OptimizerError(
-            f"{kind} cannot step the parameters that ranks {list(failed)} own{here}. Rank {first}: {said}. It gets "
+            f"{kind} cannot step the parameters that ranks {list(failed)} own{ours}. Rank {first}: {said}. It gets "
             "each parameter on one rank; replicate(model) gives it all of them on every rank"
         ) from failure
     keys = dict.fromkeys(key for _, of_rank in reports.values() for key in of_rank)
@@ -553,7 +553,7 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
         for key, value in state.items():
             if state_kind(key, value, parameter.shape, local_part(parameter).shape) is StateKind.OTHER:
                 raise OptimStateError(
-                    f"{name_of(parameter)}: its state {key!r} has shape {tuple(value.shape)}; give the whole tensor, "
+                    f"{name_of(parameter)}: its state {key!r} has shape {tuple(value.shape)}; give the full tensor, "
                     f"{tuple(parameter.shape)}, or this rank's part, {tuple(local_part(parameter).shape)}"
                 ) from error
     text = str(error)

@@ -104,7 +104,7 @@ class ParameterPlace:
         return id(self.parameters), self.attribute
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """True if the module still exists. If not, another module may have its ids."""
         return self.module() is not None
 
@@ -139,7 +139,7 @@ class ParameterPlace:
         shown = self.shown
         self.show(new)
         is_other = shown is not new and isinstance(shown, nn.Parameter)
-        return shown if is_other or (shown is None and self.is_there) else old
+        return shown if is_other or (shown is None and self.exists) else old
 
     def register(self, registered: bool) -> None:
         """Make it one of the module's parameters, in its old order among them, or a plain attribute."""
@@ -199,7 +199,7 @@ class Owner(Protocol):
         """Whether an optimizer steps the unit within backward."""
 
     def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
-        """Let the whole gradients of these parameters go to these ranks of their cuts from now on."""
+        """Let the full gradients of these parameters be reduced to these ranks of their cuts from now on."""
 
 
 @dataclass(eq=False)
@@ -213,14 +213,14 @@ class ShardedParameter:
         plan_id: the number of the unit's plan that cut the parameter, if it is cut into runs.
         shard_spec: the layout of the shard as a DTensor.
         unsharded_spec: the layout of the unsharded parameter as a DTensor, None for a plain tensor.
-        types: the types of a plain tensor that lies on other axes, too; its layout on them is `unsharded_spec`.
+        types: the types of a plain tensor that is placed on other axes, too; its layout on them is `unsharded_spec`.
         holder: the first module that had the parameter when it was sharded.
         flat: the flat parameter that the shard was merged into, if any.
         restored: a user's function that makes the unsharded DTensor of its local tensor, if any.
         lent: an unsharded copy that the user works with (`sherd.unsharded`), and that modules show instead.
         attributes: what users write on the parameter (`weight.no_decay = True`): the `__dict__` of all its forms.
         is_placed_by_default: the user gave no placement.
-        gradient_owner: the rank of the cut that gets the whole reduced gradient; None: it is cut as the shard is.
+        gradient_owner: the rank of the cut that gets the full reduced gradient; None: it is cut as the shard is.
         param_dtype: the dtype that it is gathered in, if it is of floating point; None: its own.
         grad_dtype: the `grad_dtype` that a user has set, in a tuple, which is empty if none was.
     """
@@ -368,7 +368,7 @@ class ShardedParameter:
 
     @property
     def gradient_cut(self) -> Cut:
-        """The cut of the reduced gradient, and of what an optimizer keeps beside it."""
+        """The cut of the reduced gradient, and of the optimizer's state of its shape."""
         owner = self.gradient_owner
         return self.cut if owner is None else whole_on(owner, tuple(self.shape), self.mesh.num_pieces)
 
@@ -406,7 +406,7 @@ class ShardedParameter:
         The shard stays, or gets memory if it was on the meta device. It succeeds the Parameter in optimizers.
 
         Raises:
-            UnsupportedError: the Parameter is there for one call of `torch.func.functional_call`.
+            UnsupportedError: the Parameter is set for one call of `torch.func.functional_call`.
             OwnershipError: the Parameter is another parameter's shard (tied weights), or the user deleted the shard.
             WriteBackError: the Parameter has neither the unsharded shape, nor as many elements as this rank holds.
         """
@@ -421,7 +421,7 @@ class ShardedParameter:
                     "would take its place. Call it on a plain copy of the model, made before fully_shard; to change "
                     "values for good, use load_state_dict() or sherd.unsharded(model)"
                 )
-            if shown is None and place.is_there:
+            if shown is None and place.exists:
                 raise _changed_by_hand(f"{self.name} was deleted, or set to None,")
             if isinstance(shown, nn.Parameter):
                 other = record_of(shown)
@@ -453,11 +453,11 @@ class ShardedParameter:
         if part is None:
             raise WriteBackError(
                 f"{self.name} was replaced by a tensor of shape {tuple(value.shape)}; it is {tuple(self.shape)}, of "
-                f"which this rank holds {local.numel()} elements: give the whole tensor or this rank's part, or build "
-                "the model anew"
+                f"which this rank holds {local.numel()} elements: give the full tensor or this rank's part, or build "
+                "the model again"
             )
         if local.is_meta:
-            # A copy even in the same dtype: a view would keep the user's whole tensor alive under the shard.
+            # A copy even in the same dtype: a view would keep the user's full tensor alive under the shard.
             own = part.to(local.dtype, copy=True, memory_format=torch.contiguous_format)
             self.exchange(nn.Parameter(as_dtensor(own, self.shard_spec), requires_grad=self.shard.requires_grad))
         else:
@@ -476,7 +476,7 @@ class ShardedParameter:
         return plain if self.types is not None else self.on_its_mesh(plain)
 
     def on_its_mesh(self, plain: torch.Tensor) -> torch.Tensor:
-        """Returns `plain`, of shape `shape`, uncopied: as a DTensor if the parameter lies on other axes, too."""
+        """Returns `plain`, of shape `shape`, uncopied: as a DTensor if the parameter is placed on other axes, too."""
         if self.restored is not None:
             return self.restored(plain)
         if self.unsharded_spec is None:
@@ -496,7 +496,7 @@ class ShardedParameter:
         self.lent = unsharded
 
     def take_back(self) -> list[object]:
-        """Show the shard again. Returns what each place showed: the lent copy, or what the user put there."""
+        """Show the shard again. Returns what each place showed: the lent copy, or what the user put in its place."""
         shown = [place.shown for place in self.places]
         self.lent = None
         self.show(self.shard)
@@ -543,7 +543,7 @@ def hide_unsharded(
 
     A shard requires a gradient from now on if a user told its unsharded form so: `trained` says what was shown.
 
-    Returns a record, its parameter, and what a user put there instead, a Parameter or None, for each such place.
+    Returns a record, its parameter, and what a user put in its place, a Parameter or None, for each such place.
     """
     replaced = []
     for record, parameter, was_trained in zip(records, parameters, trained, strict=True):

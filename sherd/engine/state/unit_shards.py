@@ -31,14 +31,14 @@ class UnitShards:
         return None if at_place is None else at_place[0]
 
     def hides(self, module: nn.Module, attribute: str) -> bool:
-        """Returns whether a flat parameter is registered in place of the parameter there."""
+        """Returns whether a flat parameter is registered in place of the parameter at `attribute`."""
         at_place = self._at_place.get(key_of(module, attribute))
         return at_place is not None and not at_place[1].registered
 
     def merge(self, module: nn.Module, attribute: str) -> None:
         """Merge the shards, which are in one group, into one flat parameter: `attribute` of `module`.
 
-        The caller must group the unit anew.
+        The caller must regroup the unit.
         """
         (group,) = self._groups
         flat = FlatShard(group)
@@ -79,7 +79,7 @@ class UnitShards:
 
     @property
     def are_in_buffer(self) -> bool:
-        """True if all shards still lie in their groups' buffers."""
+        """True if all shards are still views of their groups' buffers."""
         return all(group.is_in_buffer for group in self._groups)
 
     @property
