@@ -70,7 +70,7 @@ Wrapping: TypeAlias = Literal["auto", "pairs", "parts", "ends"]
 auto    the units that the model describes, or else the blocks that it repeats
 pairs   as auto, but two successive blocks are one unit: half as many collectives, of twice the bytes
 parts   as auto, and large modules within blocks, as attention and feed-forward: more collectives, less memory
-ends    as auto, and large modules beside the blocks, as an embedding and a head: they are freed while blocks run
+ends    as auto, and large modules outside of the blocks, as an embedding and a head: they are freed while blocks run
 """
 WRAPPINGS: tuple[Wrapping, ...] = get_args(Wrapping)
 

@@ -166,7 +166,7 @@ class Saving:
 
 
 class _Last(threading.local):
-    """The save of this thread that nobody has waited for. Thread-local, since ranks may be threads."""
+    """The save of this thread that was not waited for. Thread-local, since ranks may be threads."""
 
     saving: Saving | None = None
 
@@ -206,7 +206,7 @@ def async_save(
         saving.wait()                      # before the process group is destroyed
 
     One save is under way at a time: the next `save` or `async_save` waits for the last one, and raises its error if
-    nobody has waited. Ranks talk over a process group of their own. All ranks must call `async_save`.
+    no call has waited. Ranks talk over a process group of their own. All ranks must call `async_save`.
 
     Args:
         folder: as for `save`.
@@ -287,7 +287,7 @@ def load(
     Raises:
         NoCheckpointError: no save (of this step) has ended; the message says what was passed over, and why.
         CheckpointError: the checkpoint lacks an item, has other names or shapes, numbers that a dtype here cannot stand
-            for (complex, not whole), or is another library's; or those that may be loaded are all damaged: on all
+            for (complex, not complete), or is another library's; or those that may be loaded are all damaged: on all
             ranks. Nothing is changed, unless a file is damaged.
         CommError, StateError, PolicyError, PolicyTypeError: as `save`.
         OptimStateError: the state does not fit the optimizer.

@@ -110,7 +110,7 @@ def fully_shard(
             backward is among k ranks. None: False for the root, True for other units.
         shard_placement_fn: a function from a parameter to its placement: torch's `Shard(dim)`, on any dim, even or not;
             `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); torch's `Replicate()`, for a parameter that every rank
-            keeps whole (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for `placement`.
+            keeps unsharded (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs. A parameter's own `grad_dtype`, set before the first
             forward, is that of its gradient.
         offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
@@ -193,7 +193,7 @@ def fully_shard(
 def _as_of_this_torch(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Returns `precision`, with the `reduce_dtype` that torch before 2.15 takes if none is given.
 
-    A policy with `param_dtype_override_fn`, which only 2.15 has, means what it means there.
+    A policy with `param_dtype_override_fn`, which only 2.15 has, has the same meaning.
     """
     if REDUCES_IN_GRAD_DTYPE or precision.reduce_dtype is not None or precision.param_dtype_override_fn is not None:
         return precision

@@ -102,7 +102,7 @@ class FSDPModule(_Module):
     def reset_iter_state(self) -> None:
         """Give up a step whose forward or backward raised: modules show shards, and all gradients are dropped.
 
-        Accumulation over several batches begins anew. Without this call the root's next forward gives up what is in
+        Accumulation over several batches starts over. Without this call the root's next forward gives up what is in
         flight, and shards keep the gradients that they have.
 
         Raises:
@@ -128,7 +128,7 @@ class FSDPModule(_Module):
         `set_is_last_backward` has no effect then.
 
         Raises:
-            StateError: the unit is not the root, or a backward has begun that nobody has finalized.
+            StateError: the unit is not the root, or a backward has begun that is not finalized.
         """
         require_bool("set_manual_backward_finalization({})", enabled)
         unit = self._sherd_own_unit
@@ -322,7 +322,7 @@ class FSDPModule(_Module):
         if unit.mesh.device.type != "cuda" or unit.mesh.shard_group is None:
             raise PolicyError(
                 f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "
-                f"{unit.mesh.device}; leave it out there"
+                f"{unit.mesh.device}; leave it out"
             )
         _require_even(unit, "set_symm_mem_for_comm")
         unit.change(all_gather=SymmetricAllGather(unit.mesh.shard_group, backend))
@@ -337,7 +337,7 @@ class FSDPModule(_Module):
         super().zero_grad(set_to_none)
 
     def _apply(self, *args: object, **kwargs: object) -> object:
-        """Like nn.Module's, on the shards, which are then copied back into one buffer."""
+        """Like nn.Module's, on the shards, which are then copied into one buffer again."""
         unit = self._sherd_own_unit
         unit.show_shards()
         with unit.gradients_kept():

@@ -53,7 +53,7 @@ class Placements(_PerAxis):
         Replicate   Shard       Shard       reduced at every backward                  ZeRO-2
         Shard       Shard       Shard       and parameters gathered for use            ZeRO-3
 
-    Gradient and optimizer may be `Owned()` where the parameter is cut otherwise: the whole gradient of each tensor with
+    Gradient and optimizer may be `Owned()` where the parameter is cut otherwise: the full gradient of each tensor with
     two dims or more is reduced to one rank, which keeps the optimizer's state of the tensor and computes its update.
     This is for optimizers of whole matrices (`sherd.Muon`, `sherd.MatrixOptimizer`); others refuse such gradients.
 
@@ -119,7 +119,7 @@ class Placements(_PerAxis):
 
     @property
     def owns_gradients(self) -> bool:
-        """True if whole gradients and states go to owners, and parameters are cut otherwise."""
+        """True if full gradients and states go to owners, and parameters are cut otherwise."""
         parameters = {each for each in self.parameter if is_cut(each)}
         others = {each for each in (*self.gradient, *self.optimizer) if is_cut(each)}
         return len(parameters) == 1 and others == {Owned()} != parameters
@@ -218,7 +218,7 @@ def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> An
 EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Owned()"
 
 
-ANSWERS = f"{EXPECTED}, or Replicate() for the whole parameter on every rank"
+ANSWERS = f"{EXPECTED}, or Replicate() for the full parameter on every rank"
 
 
 def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:
@@ -240,7 +240,7 @@ def levels_and_cut(
     if isinstance(placements, str):
         return Placements.preset(placements).levels, cut
     if cut is not None and cut != placements.cut:
-        raise PolicyError(f"placement={cut} beside {placements}, which says how to cut; give one of them")
+        raise PolicyError(f"placement={cut} next to {placements}, which says how to cut; give one of them")
     return placements.levels, placements.cut
 
 

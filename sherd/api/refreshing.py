@@ -24,8 +24,8 @@ def refresh(
 
     New parameters are sharded into the nearest unit around them, with the mesh, placement, precision and offload of
     that unit. Removed parameters are dropped, newly tied parameters are tied, and parameters that were frozen or thawed
-    are grouped anew. Shards that stay are the same Parameters with the same values, so optimizers keep them. The order
-    in which units run is learnt anew in the next step.
+    are regrouped. Shards that stay are the same Parameters with the same values, so optimizers keep them. The order
+    in which units run is learnt again in the next step.
 
         model = get_peft_model(model, config)
         print(sherd.refresh(model, optimizer))

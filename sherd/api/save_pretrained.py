@@ -112,7 +112,7 @@ def save_pretrained(
         def finish() -> None:
             for name, size in zip(files, sizes, strict=True):
                 if not (part / name).is_file() or (part / name).stat().st_size != size:
-                    raise CheckpointError(f"{part / name} is not there; give a folder that all ranks share")
+                    raise CheckpointError(f"{part / name} does not exist; give a folder that all ranks share")
             _write_index_config(inner, tensors, files, part)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
@@ -154,8 +154,9 @@ class _Named:
             wrong = sorted(name for name in names if one_by_one.get(name) != together.get(name))
             raise UnsupportedError(
                 f"save_pretrained: transformers makes {', '.join(wrong[:4])} of several tensors of "
-                f"{type(inner).__name__}, which are never together here; collect sherd.iter_full_parameters(model, "
-                "rank0_only=True) in a dict, and give it to the model's save_pretrained(path, state_dict=...)"
+                f"{type(inner).__name__}, which are never unsharded together; collect "
+                "sherd.iter_full_parameters(model, rank0_only=True) in a dict, and give it to the model's "
+                "save_pretrained(path, state_dict=...)"
             )
 
     def converted(self, own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def unsharded(
         )
     if offload_to_cpu and with_grads:
         raise UnsupportedError(
-            "offload_to_cpu=True and with_grads=True is not supported: a gradient lies where its parameter does; leave "
+            "offload_to_cpu=True and with_grads=True is not supported: a gradient is where its parameter is; leave "
             "one of them out"
         )
     own = Unit.of(module)

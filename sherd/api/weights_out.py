@@ -81,7 +81,7 @@ def iter_full_parameters(
         for name, weight in sherd.iter_full_parameters(model, dtype=torch.bfloat16):
             engine.load_weights([(name, weight)])
 
-    Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. Beside the
+    Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. Besides the
     shards, this takes two buckets (three over gloo), the largest parameter, and the part of one bucket that this rank
     sends. A tensor belongs to the caller: nothing writes it again, and it lives as long as the caller keeps it. A tied
     parameter comes once, under its first name. Names are those of the plain model, without the parts that wrappers add.
@@ -97,9 +97,9 @@ def iter_full_parameters(
             send(delta)  # to a process with a sherd.WeightReceiver
 
     Each rank compares its shards, in the dtype that is sent, with a copy in host memory, and positions and values are
-    gathered bucket by bucket. A tensor comes as a whole if that takes fewer bytes, if it was not sent before, or if
+    gathered bucket by bucket. A tensor comes unsharded if that takes fewer bytes, if it was not sent before, or if
     functions of its own put it together. What a receiver makes of one rank's deltas are the bits that a loop without a
-    mark yields on that rank. Ranks yield the same deltas, but for tensors that each has as a whole, such as buffers.
+    mark yields on that rank. Ranks yield the same deltas, but for tensors that each rank has in full, such as buffers.
 
     Args:
         model: the model, by either front end, in any layout; parameters that are not sharded come too.
@@ -138,7 +138,7 @@ def iter_full_parameters(
     require_bool("iter_full_parameters(own_part={})", own_part)
     if own_part and (changed_since is None or rank0_only):
         raise PolicyError(
-            "iter_full_parameters(own_part=True): expected changed_since=sherd.WeightMark() beside it, and no "
+            "iter_full_parameters(own_part=True): expected changed_since=sherd.WeightMark() with it, and no "
             "rank0_only, which gathers"
         )
     device = None if to is None else torch.device(to)

@@ -4,7 +4,7 @@ rank 0    shards | copy        changed: positions, values ──┐
 rank 1    shards | copy        changed: positions, values ──┴──all-gathered──▶ a delta of each tensor, on all ranks
 
 Ranks first tell how much has changed. If positions and values would take more bytes than the tensor, or if a rank has
-no copy of what was sent, the tensor is gathered as a whole.
+no copy of what was sent, the tensor is gathered in full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sherd.policy import CommPolicy
 from sherd.tensor.ragged import local_part
 
 Changed = tuple[torch.Tensor, torch.Tensor]
-"""Positions in the flattened unsharded tensor, and the new values there; both 1-D."""
+"""Positions in the flattened unsharded tensor, and the new values at them; both 1-D."""
 
 _COMPARED_AT_ONCE = 1 << 20
 """Elements: what is compared at once is cast, and the copy brought to its device."""
@@ -46,7 +46,7 @@ _EVERYTHING = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """What was last sent of this rank's pieces: `layout` tells what `values` are of, 1-D tensors in host memory."""
+    """What was last sent of this rank's shards: `layout` tells what `values` are of, 1-D tensors in host memory."""
 
     layout: tuple[Full, tuple[Box, ...]]
     values: tuple[torch.Tensor, ...]
@@ -57,7 +57,7 @@ class WeightMark:
 
     A fresh mark has nothing, so the first loop sends everything. Each rank keeps a copy of its own shards in the dtype
     that is sent, in host memory (page-locked if the shards are on an accelerator). If a loop does not reach its end on
-    a rank, or the mark is reset there, the next one sends everything, on all ranks. A copy of a mark, pickled or not,
+    a rank, or the mark is reset on it, the next one sends everything, on all ranks. A copy of a mark, pickled or not,
     is a fresh one.
     """
 
@@ -158,7 +158,7 @@ class WeightMark:
         return self._stream
 
     def _agree(self, tensors: FullTensors) -> None:
-        """Begin anew on all ranks if one does. Otherwise a rank would read as a whole what others compare.
+        """Start over on all ranks if one does. Otherwise a rank would send in full what others compare.
 
         Raises:
             StateError: ranks give marks that were not used together, on all of them.
@@ -206,9 +206,9 @@ class WeightMark:
     def changes_of(
         self, tensors: FullTensors, name: str
     ) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
-        """Returns this rank's pieces of a tensor, and the changes of each, which count as sent from now on.
+        """Returns this rank's shards of a tensor, and the changes of each, which count as sent from now on.
 
-        None: everything, since these pieces, in this dtype, were not sent before.
+        None: everything, since these shards, in this dtype, were not sent before.
         """
         full = tensors.described[name]
         pieces = [(box, _elements_of(name, part)) for box, part in pieces_here(name, tensors.by_name[name])]
@@ -290,7 +290,7 @@ def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:
 
 
 def _joined(tensors: FullTensors, names: Sequence[str], mark: WeightMark) -> dict[str, Changed]:
-    """Returns the changes of all ranks in the tensors `names`, without those that are to be gathered as a whole."""
+    """Returns the changes of all ranks in the tensors `names`, without those that are to be gathered in full."""
     ways: dict[_Way, dict[str, list[Changed] | None]] = {}
     for name in names:
         changes = None if _is_made(tensors, name) else mark.changes_of(tensors, name)[1]
@@ -322,7 +322,7 @@ class _Way:
     position_dtype: torch.dtype
 
     def join(self, found: Mapping[str, list[Changed] | None], described: Mapping[str, Full]) -> dict[str, Changed]:
-        """Returns the changes that all ranks have `found`, but of tensors that take less as a whole."""
+        """Returns the changes that all ranks have `found`, but of tensors that take fewer bytes in full."""
         own = [_EVERYTHING if each is None else sum(at.numel() for at, _ in each) for each in found.values()]
         line = torch.tensor(own, dtype=torch.int64, device=self.device)
         told = self._gathered(line, torch.full(self._num_ranks, len(own))).view(-1, len(own)).cpu().unbind(1)

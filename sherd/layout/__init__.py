@@ -1,1 +1,1 @@
-"""WHERE each element lies: extents, placements, plans, packings. Integers only, no tensors and no communication."""
+"""WHERE each element is: extents, placements, plans, packings. Integers only, no tensors and no communication."""

@@ -1,6 +1,6 @@
 """Boxes: rectangular parts of a tensor, and how a tensor is cut into them for the files of a checkpoint. Integers only.
 
-A tensor that torch shards needs no list of its pieces: a `Grid` of a few numbers says where each piece lies. Any other
+A tensor that torch shards needs no list of its pieces: a `Grid` of a few numbers says where each piece is. Any other
 tensor has a list.
 """
 
@@ -116,7 +116,7 @@ def cell(box: Box, cuts: Iterable[tuple[int, int, int]]) -> Box:
 def overlapping(boxes: Iterable[Box], most_per_box: int | None = None) -> tuple[Box, Box] | None:
     """Returns two of `boxes`, parts of one tensor, that share elements. None: no two do.
 
-    It takes n log n steps for n boxes that lie behind each other along one dim.
+    It takes n log n steps for n boxes that follow one another along one dim.
 
     Raises:
         OverflowError: each box has to be compared with more than `most_per_box` others, on average (None: no limit).
@@ -151,7 +151,7 @@ def _side_by_side(boxes: Sequence[Box], dim: int) -> int:
 def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
     """Returns the boxes that make up `run` of the flattened tensor, in order; each box is one run, too.
 
-    A run is a few elements at the end of a row, whole rows, and a few elements at the start of a row. In more
+    A run is a few elements at the end of a row, complete rows, and a few elements at the start of a row. In more
     dimensions these elements are rows, which are cut in the same way: at most 2 * ndim - 1 boxes.
 
         shape (4, 5), elements 3 to 17
@@ -208,7 +208,7 @@ class BoxSpan:
 def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[BoxSpan]:
     """Yields the spans that hold `part` of `piece`, each of at most `most` elements, in order.
 
-    A span has whole rows, even if a part of each row is wanted, unless a row has more than `most` elements.
+    A span has complete rows, even if a part of each row is wanted, unless a row has more than `most` elements.
     """
     if not piece.sizes or (piece.numel <= most and part == piece):
         yield BoxSpan(start, piece, part)

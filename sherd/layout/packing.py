@@ -1,4 +1,4 @@
-"""The packing: where the tensors of a group lie in its buffers. One record of offsets, checked when it is made.
+"""The packing: the places of a group's tensors in its buffers. One record of offsets, checked when it is made.
 
 Three buffers share one packing. Tensors cut by themselves (`Shard`; 2 ranks, tensors a and b, `|` between slots, `.`
 for padding):
@@ -12,7 +12,7 @@ If the padded pieces of a tensor, one after the other, keep the tensor in order 
 has the padding too, so that one strided copy per tensor turns the rows into the unsharded buffer.
 
 Tensors cut into runs (`Flat`, `Blocks`, `Owned`): the rows are the unsharded buffer, and nothing has to be copied. A
-tensor that crosses from one rank to the next is the last of the one and the first of the other; padding lies between
+tensor that crosses from one rank to the next is the last of the one and the first of the other; padding is between
 tensors only. 3 ranks; `Flat` tensors a (128,), b (80,), c (48,), a letter for 16 elements:
 
     buffer | a a a a a a a a | b b b b b | c c c | . . |
@@ -50,7 +50,8 @@ runs by no more than this share."""
 class Slot:
     """The place of a tensor in the shard buffer of the first rank that holds some of it, and in the unsharded buffer.
 
-    Both extents include the padding of a tensor that is cut by itself, which lies alike in every rank's shard buffer.
+    Both extents include the padding of a tensor that is cut by itself, which has the same place in every rank's shard
+    buffer.
     """
 
     cut: Cut
@@ -101,7 +102,7 @@ class Packing:
         assert self.unsharded_numel >= self.gathered_numel, "the ranks' runs are the unsharded buffer"
         for slot in self.slots:
             cut = slot.cut
-            assert slot.unsharded.numel == cut.numel, f"a tensor of shape {cut.shape} lies there as it is"
+            assert slot.unsharded.numel == cut.numel, f"a tensor of shape {cut.shape} is in the buffer as it is"
             begin = 0
             for rank, end in zip(cut.holders, cut.ends, strict=True):
                 start = slot.unsharded.start + begin - self.starts[rank]
@@ -143,7 +144,7 @@ class Packing:
     @cached_property
     def gaps(self) -> tuple[Extent, ...]:
         """The extents of the rows that belong to no tensor. Only for a packing that is cut into runs."""
-        assert self.is_cut_into_runs, "other padding repeats rank by rank, and nobody reads it"
+        assert self.is_cut_into_runs, "other padding repeats rank by rank, and is never read"
         ordered = _ordered([slot.unsharded for slot in self.slots])
         ends = [0, *(extent.stop for extent in ordered)]
         starts = [*(extent.start for extent in ordered), self.gathered_numel]

@@ -58,7 +58,7 @@ class Cut:
     def __post_init__(self) -> None:
         assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
         assert self.first + len(self.ends) <= self.num_ranks, (
-            f"pieces of shape {self.shape} go to ranks that are not there"
+            f"pieces of shape {self.shape} go to ranks that do not exist"
         )
         assert self.ends[-1] == self.view[1], (
             f"pieces of shape {self.shape} end at {self.ends[-1]}, not at its last element"
@@ -128,7 +128,7 @@ class Cut:
 
 
 class Copies(Cut):
-    """One row, the whole tensor, which every rank holds."""
+    """One row, the full tensor, which every rank holds."""
 
     in_order = True
 
@@ -187,7 +187,7 @@ def _cut(shape: Shape, dim: int, num_ranks: int, parts: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds the whole tensor. For scalars, which have no dimension to cut."""
+    """Every rank holds the full tensor. For scalars, which have no dimension to cut."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
         return Copies(shape, num_ranks * parts, 0, (1,) * (num_ranks * parts))

@@ -110,7 +110,7 @@ def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
 def _line_of(wanted: Sequence[Wanted], num_ranks: int) -> tuple[list[int], _Line]:
     """Returns the order of the tensors in the line, and the line."""
     grains = [each.placement.grain(each.shape, each.name) for each in wanted]
-    # Matrices come before vectors, so that tensors that optimizers treat alike lie together; then large blocks first.
+    # Matrices come before vectors, so that tensors that optimizers treat alike are neighbours; then large blocks first.
     order = sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
     return order, _Line([prod(wanted[at].shape) for at in order], [grains[at] for at in order], num_ranks)
 
@@ -219,7 +219,7 @@ class _Line:
         ]
 
     def _cut_at_most(self, place: int) -> int:
-        """Returns the last allowed cut up to `place`. It may lie in the gap between a tensor and the next one."""
+        """Returns the last allowed cut up to `place`. It may be in the gap between a tensor and the next one."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1

@@ -26,8 +26,8 @@ class Runs(Cut):
         rank 2 | 5 6 7 8 9 | 10 11 12 13 14 |
         rank 3 |
 
-    Ranks before `first` and after the last holder hold nothing. With `by_rows` a run has whole rows, and a rank's piece
-    keeps the tensor's other dims; otherwise a piece is 1-D.
+    Ranks before `first` and after the last holder hold nothing. With `by_rows` a run has complete rows, and a rank's
+    piece keeps the tensor's other dims; otherwise a piece is 1-D.
     """
 
     by_rows: bool = False
@@ -79,13 +79,13 @@ class RunPlacement(Protocol):
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Returns True if a rank's piece has whole rows."""
+        """Returns True if a rank's piece has complete rows."""
         ...
 
 
 @lru_cache(maxsize=256)
 def whole_on(owner: int, shape: Shape, num_ranks: int) -> Runs:
-    """Returns the cut of a tensor that `owner`, one of `num_ranks` ranks, holds as a whole."""
+    """Returns the cut of a tensor that `owner`, one of `num_ranks` ranks, holds unsharded."""
     return Runs(shape, num_ranks, owner, (prod(shape),), by_rows=bool(shape), owned=True)
 
 

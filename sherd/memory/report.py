@@ -145,7 +145,7 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
             model(batch).sum().backward()
         print(peak)
 
-    From the last whole step in the block `memory_report` knows the order in which gradients arrive, and predicts
+    From the last complete step in the block `memory_report` knows the order in which gradients arrive, and predicts
     exactly. Watch the second step or a later one, since a unit keeps large tensors for longer in its first backward.
     Outside of the block nothing is slower.
 
@@ -322,7 +322,7 @@ def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward
 
 
 def _as_run(begun: Sequence[int], finished: Sequence[int]) -> list[BeforeForward | AfterForward]:
-    """Returns the calls in the learnt order, or none if that was not one whole forward of the root."""
+    """Returns the calls in the learnt order, or none if that was not one complete forward of the root."""
     ahead = list(begun[::-1])
     running: list[int] = []
     calls: list[BeforeForward | AfterForward] = []

@@ -1,4 +1,4 @@
-"""The decision: a pure step from a state and an event to the next state and the actions that lead there.
+"""The decision: a pure step from a state and an event to the next state and the actions that lead to it.
 
     event             what happens
     BeforeForward     gather and await the unit, then gather the next units of the learnt order
@@ -27,7 +27,7 @@ Decision = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event) -> Decision:
-    """Returns the next state, and the actions that lead there."""
+    """Returns the next state, and the actions that lead to it."""
     turn = _Turn(state)
     match event:
         case do.BeforeForward(unit, recomputing):

@@ -120,7 +120,7 @@ class BackwardGradients:
         self._left: set[int] = set()
 
     def arrive(self, arrival: Arrival) -> Iterator[Moment]:
-        """Yields the arrival of a whole gradient, and an event if that frees a group, or reduces the unit."""
+        """Yields the arrival of a complete gradient, and an event if that frees a group, or reduces the unit."""
         unit, group = arrival.unit, arrival.group
         self._missing[unit] -= 1
         self._missing_in_group[unit, group] -= 1
@@ -151,7 +151,7 @@ class BackwardGradients:
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
     """Yields the moments of backward.
 
-    Autograd does not reach calls that end before the first use of a trainable parameter. A gradient is whole once
+    Autograd does not reach calls that end before the first use of a trainable parameter. A gradient is complete once
     backward has passed the first use of its parameter.
     """
     uses = Counter(moment for moment in forward if isinstance(moment, Arrival))

@@ -54,7 +54,7 @@ class Path(Generic[Step]):
         self._pass = 0
         self._place = self._first_after(0)
         self._left_at: tuple[_Place[Step], Step | _Pass | None, int] | None = None
-        """The place where this rank took another step than the known one, the known step, and the pass until there."""
+        """The place where this rank took another step than the known one, the known step, and the pass up to it."""
 
     def begin(self) -> None:
         """Begin a pass: the forward of a root module."""
@@ -89,7 +89,7 @@ class Path(Generic[Step]):
             self._place = self._first_after(0)
 
     def expected(self) -> Iterator[Step]:
-        """Yields the known next steps: from the place where this rank left the known path, else from here."""
+        """Yields the known next steps: from the place where this rank left the known path, else from this place."""
         place, step, of_pass = self._left_at or (self._place, self._place.last, self._pass)
         while step is not None:
             if not isinstance(step, _Pass):

@@ -23,7 +23,7 @@ class Keep(Enum):
     PART = auto()
     """The part of a smaller mesh (`reshard_after_forward=k`)."""
     FOR_BACKWARD = auto()
-    """All of them if a backward may follow. The root's default, because backward begins there."""
+    """All of them if a backward may follow. The root's default, because backward begins with it."""
     ALWAYS = auto()
 
     @classmethod
@@ -66,7 +66,7 @@ class Limits:
 
     Attributes:
         forward_depth, backward_depth: the number of units that are gathered ahead.
-        bytes_in_flight: the most bytes of unsharded parameters in gathers that nobody awaits yet. None: no bound.
+        bytes_in_flight: the most bytes of unsharded parameters in gathers that are not awaited yet. None: no bound.
         reduce_buffers: the most units in reduction at once. 0: each reduction is finished as soon as it is started.
         after_backward: in backward, gather ahead once a unit is freed, not when its backward begins.
     """

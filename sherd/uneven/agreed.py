@@ -1,7 +1,7 @@
 """The agreed order: the one sequence of collectives that all ranks issue, although their models want different ones.
 
 A rank takes part in a collective that it does not want, and contributes nothing. The next collective is known from the
-last time, so most of the time nobody asks. Ranks vote where a stretch of collectives ends: when a forward begins, a
+last time, so most of the time no rank asks. Ranks vote where a stretch of collectives ends: when a forward begins, a
 backward ends, an optimizer is about to step, or a rank has no batch left. In a vote each rank says which step it wants
 next, and all choose the same one.
 
@@ -11,8 +11,8 @@ next, and all choose the same one.
     both issue, from then   begin  gather a  gather b  gather c  reduce c  reduce b  reduce a  end    votes at the ends
 
 If a rank wants a collective that the known stretch lacks, it follows the stretch to the end, where it votes for the
-collective: the stretch goes on until nobody wants more. The next time ranks vote from the start of the stretch, so that
-the new collective gets its place.
+collective: the stretch goes on until no rank wants more. The next time ranks vote from the start of the stretch, so
+that the new collective gets its place.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CONTEXT = 4
 MOST_STRETCHES = 1_000
 """All stretches are forgotten beyond this many: a program that never repeats itself must not fill the memory."""
 LONGEST = 2
-"""A stretch that is learnt anew keeps its former steps, up to this many times the length of the new ones."""
+"""A stretch that is learnt again keeps its former steps, up to this many times the length of the new ones."""
 
 
 def choose(wishes: Sequence[Proposal]) -> AgreedStep:

@@ -2,7 +2,7 @@
 
 event on one rank           its vote              what all ranks do
 the body raises             FAIL                  undo, unless a rank has an obstacle; then all raise
-a gradient is not finite    FAIL, not STEP        likewise, and no optimizer has stepped yet
+a gradient is not finite    FAIL, not STEP        as above, and no optimizer has stepped yet
 the body ends               DONE                  go on, once all ranks have voted so
 """
 
@@ -70,7 +70,7 @@ class Failure:
 
 
 class StepAborted(BaseException):
-    """Raised wherever a rank is in a step that all ranks give up. It passes by `except Exception`."""
+    """Raised on every rank when a step is aborted. A BaseException, so that `except Exception` does not catch it."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"rank {failure.rank} cannot finish this step: {failure.reason}")
@@ -144,7 +144,7 @@ class Attempt:
             runtime.reset()
 
     def undo(self) -> None:
-        """Bring everything back to how it was before the attempt."""
+        """Restore everything to its state before the attempt."""
         self._snapshot.restore()
         if self._has_stepped:
             for unit in self._units:

@@ -329,7 +329,7 @@ class Coordinator:
             runtime = unit.sealed_into()
             for other in runtime.units if runtime is not None else ():
                 if other.keeps_copies:
-                    other.may_be_written()  # the ranks whose forward begins gather its copies anew
+                    other.may_be_written()  # the ranks whose forward begins gather its copies again
             return
         live = unit.live
         with torch.no_grad():
@@ -390,7 +390,7 @@ def _start_for_others(step: AgreedStep, unit: Unit, but: Collection[int] = ()) -
         if unit.live is not Live.SHARDED and in_full_precision != unit.in_full_precision:
             raise StateError(
                 f"another rank gathers unit {unit.name} in {'full' if in_full_precision else 'low'} precision while it "
-                "is unsharded here in the other one; call train() and eval() at the same places on all ranks"
+                "is unsharded on this rank in the other one; call train() and eval() at the same places on all ranks"
             )
         unit.free()
         unit.streams.begin_step()  # an optimizer may have stepped since the last forward began

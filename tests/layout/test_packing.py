@@ -243,7 +243,7 @@ RUNS = pack([Runs((96,), 2, 0, (64, 96)), Runs((32,), 2, 1, (32,))], 2)
 
 WRONG_RUNS = {
     "overlap": (with_slot(RUNS, 0, unsharded=Extent(16, 96)), "overlap in the unsharded buffer"),
-    "too short": (with_slot(RUNS, 0, unsharded=Extent(0, 80)), "lies there as it is"),
+    "too short": (with_slot(RUNS, 0, unsharded=Extent(0, 80)), "is in the buffer as it is"),
     "said to lie elsewhere": (with_slot(RUNS, 0, shard=Extent(16, 64)), "outside its run"),
     "outside its rank's run": (with_slot(RUNS, 0, cut=Runs((96,), 2, 0, (80, 96))), "outside its run"),
     "rows longer than whole": ({"shard_numels": (64, 80)}, "the unsharded buffer"),

@@ -52,7 +52,7 @@ def test_what_is_cut_anywhere_is_a_vector_on_every_rank_and_so_is_a_scalar():
 def test_runs_that_are_wrong_cannot_be_made():
     for arguments, said in (
         (((4,), 2, 0, ()), "no owner"),
-        (((4,), 2, 1, (2, 4)), "ranks that are not there"),
+        (((4,), 2, 1, (2, 4)), "ranks that do not exist"),
         (((4,), 2, 0, (2, 3)), "not at its last element"),
         (((4,), 3, 0, (3, 2, 4)), "go backwards"),
         (((2, 2), 2, 0, (1, 4), True), "a row is cut in two"),
