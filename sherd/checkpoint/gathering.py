@@ -193,7 +193,6 @@ class _Onto:
         return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
 
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
-        """Copy a rank's part to the places of its elements in the unsharded buffers."""
         start = 0
         for line, copy in zip(self._lines, self._copies, strict=True):
             size = line.packing.shard_numels[rank]

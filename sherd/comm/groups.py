@@ -230,7 +230,6 @@ _DESTROYED = (
 
 
 def one_rank_group() -> dist.ProcessGroup:
-    """Returns the group of this rank alone, the same one on each call."""
     return group_beside(default_group(), "alone", [dist.get_rank()], torch.device("cpu"))
 
 

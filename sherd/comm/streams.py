@@ -342,7 +342,6 @@ class RecordingStreams(Streams):
         self.log.append(("gather", "follow event" if event is not None else "follow compute"))
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
-        """Log the call, and do `work`."""
         self.log.append(("compute", "run beside"))
         work()
 

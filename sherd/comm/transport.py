@@ -276,7 +276,6 @@ class CoalescedCalls(SingleCalls):
     def all_gather_each(
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
-        """Gather by one coalesced call."""
         what = "all-gather of {:,} tensors at once", len(targets)
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
 

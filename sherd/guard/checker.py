@@ -250,7 +250,6 @@ class DivergenceChecker:
         self._path.agree()
 
     def _tree(self) -> Tree:
-        """Returns the tree that ranks compare over."""
         parent = self._parent()
         assert parent is not None, "the mesh of a unit holds it"
         # The tree has groups of its own, so that a comparison meets only other comparisons. A group made at DETAIL

@@ -151,7 +151,6 @@ class Packing:
         return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def gaps_of(self, rank: int) -> tuple[Extent, ...]:
-        """Returns the gaps in `rank`'s shard buffer, counted from its beginning."""
         own = Extent(self.starts[rank], self.shard_numels[rank])
         parts = (own.intersect(gap) for gap in self.gaps)
         return tuple(part.shifted(-own.start) for part in parts if part.numel)

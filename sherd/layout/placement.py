@@ -81,7 +81,6 @@ class Cut:
         return range(self.first, self.first + len(self.ends))
 
     def piece(self, rank: int) -> Extent:
-        """Returns the rows that `rank` holds."""
         at = rank - self.first
         if not 0 <= at < len(self.ends):
             return Extent(0 if at < 0 else self.view[1], 0)

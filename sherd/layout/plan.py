@@ -84,7 +84,6 @@ def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tu
 
 
 def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:
-    """Returns an owner for each tensor."""
     heap = [(0, owner) for owner in range(num_owners)]
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):

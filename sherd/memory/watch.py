@@ -57,7 +57,6 @@ class Watch:
         self._look_at_all()
 
     def happens(self, moment: Moment) -> None:
-        """Note that `moment` is about to happen."""
         self._moment = moment
         if begins_step(moment):
             self.step.clear()

@@ -442,7 +442,7 @@ class Bucket:
         group, order, dtype = self.ring.group, self.ring.order, like.dtype
         sent, numels = sizes
         line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts])
-        if order != sorted(order):
+        if order != sorted(order):  # the all-to-all goes by the group's numbers of the ranks, not by the ring's
             by_rank = line.split(sent)
             line = torch.cat([by_rank[number] for number in order])
         received = [sum(numels[number]) for number in order]

@@ -70,8 +70,8 @@ def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
         record = ShardedParameter.of(parameter)
         if record is not None and may_own_gradient(record) and record.shape.numel():
             number, height, width = batch_of(parameter, rows)
-            whole_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
-            if number == 1 or not whole_on_ranks:
+            are_complete_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
+            if number == 1 or not are_complete_on_ranks:  # else each rank steps the matrices in its shard
                 copies = tuple(map(tuple, record.mesh.copies_of_shards()))
                 by_ranks[copies].append((record, work_of((number, height, width))))
     for copies, records in by_ranks.items():

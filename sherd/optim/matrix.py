@@ -597,7 +597,6 @@ class _Step:
         return update
 
     def _apply(self, group: Group, indices: Sequence[int]) -> None:
-        """Decay the parameters `indices` of a group, and add their updates."""
         if not (lr := float(group["lr"])):
             return
         local = {index: local_part(self.plan.parameters[index]) for index in indices}

@@ -106,7 +106,7 @@ def _iterated(x: torch.Tensor, coefficients: Sequence[Coefficients], eps: float)
     """Returns one matrix, or a batch of them, orthogonalised."""
     x = x / x.flatten(-2).norm(dim=-1).clamp(min=eps)[..., None, None]
     is_tall = x.size(-2) > x.size(-1)
-    if is_tall:
+    if is_tall:  # the Gram matrix of the shorter side is the smaller one
         x = x.mT
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for a, b, c in coefficients:

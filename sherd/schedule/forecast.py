@@ -174,7 +174,6 @@ class _Group:
             self._drop(MemoryKind.ARRIVED)
 
     def end_backward(self) -> None:
-        """Expect no further gradients of this backward."""
         self._copy()
         self._num_arrived = 0
 
@@ -207,7 +206,6 @@ class _Group:
             self._become_gradients()
 
     def _become_gradients(self) -> None:
-        """Make the sum the shards' gradients."""
         sizes = self._sizes
         if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
             self._hold(MemoryKind.GRADIENTS, self._held[MemoryKind.GRADIENTS] + sizes.gradients)

@@ -176,7 +176,6 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
 
 
 def begins_step(moment: Moment) -> bool:
-    """Returns whether the forward of the root begins with `moment`."""
     return isinstance(moment, do.BeforeForward) and moment.unit == 0 and not moment.recomputing
 
 

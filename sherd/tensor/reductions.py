@@ -166,7 +166,6 @@ def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
 
 @answers("_local_scalar_dense")
 def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the value of a tensor of one element, on every rank."""
     (tensor,) = args
     return gather(local_tensor(tensor), layout_of(spec_of(tensor))).item()
 

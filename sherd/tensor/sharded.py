@@ -409,5 +409,4 @@ def as_ours(result: DTensor) -> DTensor:
 
 @SHARDED.answers("_local_scalar_dense")
 def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the value of a tensor of one element, on every rank."""
     return whole_of(args[0]).item()

@@ -66,7 +66,6 @@ class SpmdTypes:
     partition: object
 
     def annotate(self, tensor: torch.Tensor) -> None:
-        """Give `tensor`, the parameter's local tensor, the types."""
         sys.modules["spmd_types"].assert_type(tensor, self.local, partition_spec=self.partition)
 
     def on_mesh(self, gradient: torch.Tensor) -> DTensor:

@@ -230,7 +230,6 @@ class _Call:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for this call alone."""
         for wait, work, peer in self._begun:
             self.wait_for(work, peer, wait)
         self._begun.clear()
@@ -329,7 +328,6 @@ class _InPieces(_Call):
         self._num_asked += 1
 
     def _slots_of(self, piece: int) -> dict[int, torch.Tensor]:
-        """Returns the slot of each peer for its version of a piece."""
         slots, numel = self._slots[piece % _NUM_SLOTS], self._sums[piece].numel()
         return {peer: slot if slot.numel() == numel else slot[:numel] for peer, slot in slots.items()}
 

@@ -334,7 +334,6 @@ class _Rendezvous:
             self._hand_over(link)
 
     def hear_answers(self) -> None:
-        """Take over the segments of the ranks below."""
         for rank in range(self._rank):
             answered, self._segments[rank] = self._taken_over(self._links[rank])
             if answered != rank:

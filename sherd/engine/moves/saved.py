@@ -262,7 +262,6 @@ def begin_watching(unit: Reader) -> bool:
 
 
 def end_watching(has_pushed: bool) -> None:
-    """End the forward that began last."""
     _running.units.pop()
     top = saving_hooks() if has_pushed else None
     if top is not None and _is_ours(top):  # else somebody left hooks of their own behind

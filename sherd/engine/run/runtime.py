@@ -562,7 +562,6 @@ class Runtime:
     # Choices
 
     def revise(self) -> None:
-        """Tell the schedule of policies that have changed."""
         policies = [unit.policy for unit in self.units]
         if policies == self._policies:
             return

@@ -37,7 +37,6 @@ class Compared:
         self.doubt_replicas()
 
     def take_load(self) -> bool:
-        """Returns whether shards were loaded, and forgets it."""
         were_loaded, self.are_loaded = self.are_loaded, False
         return were_loaded
 

@@ -167,17 +167,17 @@ class FlatShard:
 
     def gradient_of(self, record: ShardedParameter) -> torch.Tensor | None:
         """Returns a member's part of the flat parameter's gradient, a view; None if the member has none."""
-        whole, (number, extent) = self.parameter.grad, self.places[id(record)]
-        if whole is None or number in _as_flat(whole)._lacking:
+        full, (number, extent) = self.parameter.grad, self.places[id(record)]
+        if full is None or number in _as_flat(full)._lacking:
             return None
-        part = local_part(whole)[extent.start : extent.stop].view(record.local.shape)
+        part = local_part(full)[extent.start : extent.stop].view(record.local.shape)
         return as_dtensor(part, in_dtype(record.shard_spec, part.dtype))
 
     @torch.no_grad()
     def give_gradient(self, record: ShardedParameter, value: torch.Tensor | None) -> None:
         """Copy a member's gradient into the flat parameter's, which ends with the last member's."""
-        (number, extent), whole = self.places[id(record)], self.parameter.grad
-        if whole is None and value is None:
+        (number, extent), full = self.places[id(record)], self.parameter.grad
+        if full is None and value is None:
             return
         given = record.local if value is None else local_part(value)
         if given.shape != record.local.shape:
@@ -185,13 +185,13 @@ class FlatShard:
                 f"{record.name}: .grad was set to {tuple(given.shape)} on this rank; set it to this rank's part, of "
                 f"shape {tuple(record.local.shape)}, or to None"
             )
-        lacking = self.everyone if whole is None else _as_flat(whole)._lacking
-        whole = torch.zeros_like(self.parameter, dtype=given.dtype) if whole is None else whole
+        lacking = self.everyone if full is None else _as_flat(full)._lacking
+        full = torch.zeros_like(self.parameter, dtype=given.dtype) if full is None else full
         if value is not None:
-            local_part(whole)[extent.start : extent.stop].copy_(given.reshape(-1))
+            local_part(full)[extent.start : extent.stop].copy_(given.reshape(-1))
         lacking = lacking | {number} if value is None else lacking - {number}
-        _as_flat(whole)._lack(lacking)
-        self.parameter.grad = None if lacking == self.everyone else whole
+        _as_flat(full)._lack(lacking)
+        self.parameter.grad = None if lacking == self.everyone else full
 
     def metadata(self) -> FlatParamShardMetadata:
         members = zip(self.names, self.shapes, self._pieces, strict=True)

@@ -548,7 +548,6 @@ class Group:
         return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
-        """Copy the optimizer parameters' local tensors into a new shard buffer, and make them views of it."""
         rank = self.mesh.piece
         shard_buffer = self._empty_shard_buffer(self.parameters[0].resting.device)
         if self.packing.is_cut_into_runs and not shard_buffer.is_meta:
@@ -587,7 +586,6 @@ class Group:
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
     def _keep_shard(self) -> torch.Tensor:
-        """Returns the local tensor of a parameter that gathers itself."""
         (parameter,) = self.parameters
         local = parameter.local
         # Copied, so that the user's full tensor is freed. A tensor whose all-gather was set on the object is the memory

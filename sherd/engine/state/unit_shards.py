@@ -31,7 +31,6 @@ class UnitShards:
         return None if at_place is None else at_place[0]
 
     def hides(self, module: nn.Module, attribute: str) -> bool:
-        """Returns whether a flat parameter is registered in place of the parameter at `attribute`."""
         at_place = self._at_place.get(key_of(module, attribute))
         return at_place is not None and not at_place[1].registered
 
