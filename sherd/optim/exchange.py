@@ -82,6 +82,7 @@ class Ring:
         self.num_replicas = mesh.num_replicas
         self._group: dist.ProcessGroup | None = None
         ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
+        # With tensor parallelism a data-parallel rank stands for the line of ranks that hold its parts.
         lines = [[rank] if across is None else across.line_of(rank) for rank in ranks]
         self.ranks = [rank for part in zip(*lines, strict=True) for rank in part]
         own = 0 if across is None else across.own
@@ -101,6 +102,7 @@ class Ring:
         lines = [ranks.movedim(axis, -1)[others].tolist() for axis, others in enumerate(other_coordinates)]
         axes = [axis for axis, line in enumerate(lines) if not set(line) - set(self.ranks)]
         own = ranks[tuple(slice(None) if axis in axes else number for axis, number in enumerate(at))]
+        # The mesh may have its axes in another order than the ring.
         order = next(
             each for each in permutations(range(len(axes))) if own.permute(each).flatten().tolist() == self.ranks
         )
@@ -125,6 +127,7 @@ class Ring:
         """Returns the numbers of the ranks that send their shards to `owner`, each shard once."""
         if self.mesh.shards_replicas:
             return list(range(len(self.ranks)))
+        # Replicas have the same shards, so those of the owner's replica are enough.
         return list(range(owner % self.num_replicas, len(self.ranks), self.num_replicas))
 
 
@@ -290,6 +293,7 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
             for cut, (_, rows, columns) in zip(cuts, shapes, strict=True)
         ]
         if some.numel:
+            # A part of 2 dims is a batch of one matrix, which moves the dim by one.
             matrices = some.numel * (batch[0] // number), batch[1], batch[2]
             items.append(MatrixItem(index, matrices, tuple(parts), dim if len(cuts[0].shape) == 3 else dim + 1))
     return items

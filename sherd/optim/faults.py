@@ -63,6 +63,7 @@ class StepFaults:
         sums: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, gradient in ((number, local_part(each.grad)) for number, each in numbered if each.grad is not None):
             if gradient.layout is torch.strided and gradient.is_floating_point():
+                # Only the sums are looked at below, and a narrow sum may overflow where no element is inf.
                 wide = torch.float64 if gradient.device.type == "cpu" else torch.float32
                 sums.setdefault(gradient.device, {})[number] = gradient.sum(dtype=wide)
         for of_device in sums.values():

@@ -131,6 +131,7 @@ class FlatStep(_Optimizer):
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A copy is of the original class: the spans are views of this model's buffers.
         attributes = self._sherd_kind.__getstate__(self)
         return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
 

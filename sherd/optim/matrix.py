@@ -190,6 +190,7 @@ class MatrixOptimizer(Optimizer):
             filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
             state_dict = {**state_dict, "param_groups": filled}
         super().load_state_dict(state_dict)
+        # torch has cast the loaded state to the dtypes of parameters: take what was given again.
         own, keys = ([each for group in of for each in group["params"]] for of in (self.param_groups, groups))
         key_of_id = dict(zip(map(id, own), keys, strict=True))
         for group in self.matrix_groups():

@@ -108,6 +108,7 @@ def tensor_axis_of(
             f"{name or record.name} is cut over tensor parallelism by {tuple(spec.placements)}; matrices are put "
             "together of the rows or columns of one axis: take tensor_parallel='blockwise', or another optimizer"
         )
+    # Nothing is assembled where each rank has complete matrices: experts, or the rows of complete heads.
     if dim == 0 and (
         num_dims == 3 or (rows and not any(each.numel % rows for each in chunks(spec.shape[0], spec.mesh.size(axis))))
     ):
@@ -216,6 +217,7 @@ class MatrixPlan:
         for (mesh, number), indices in by_axis.items():
             records = [self._records[index] for index in indices]
             own, what = [each and each.cut for each in records], "how tensor-parallel matrices are cut"
+            # Parts may be of different sizes, so that no rank can work out the cuts of another.
             parts = all_gather_objects(own, what, mesh.get_group(number))
             found |= {index: list(cuts) for index, cuts in zip(indices, zip(*parts, strict=True), strict=True)}
         return found
