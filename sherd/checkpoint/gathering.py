@@ -34,7 +34,7 @@ _ALONE_BYTES = 1 << 20
 
 
 class Memory:
-    """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
+    """The memory that parameters are gathered into. Each tensor belongs to its holder.
 
     In host memory a buffer is used again once no tensor in it is alive: to map new memory takes as long as to fill
     it. A buffer has `usual_bytes`, or more if it must, or a power of two of bytes if that is less.
@@ -180,7 +180,7 @@ class Gathering:
 
 
 class _Onto:
-    """Several lines gathered as one: a rank's parts of the lines, one behind the other."""
+    """Several lines gathered as one: a rank's parts of the lines, one after the other."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines

@@ -63,7 +63,7 @@ class Buffer:
 
     def free(self) -> None:
         """Free the memory. The views stay, and must not be read until the next `allocate`."""
-        assert self.is_ours, "somebody else's memory is dropped, not freed"
+        assert self.is_ours, "borrowed memory is dropped, not freed"
         self._storage.resize_(0)
 
 

@@ -25,7 +25,7 @@ CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
 InPieces = torch.Tensor | Sequence[torch.Tensor]
-"""A 1-D buffer, or its pieces, one behind the other."""
+"""A 1-D buffer, or its pieces, one after the other."""
 
 
 class Pending(Protocol):

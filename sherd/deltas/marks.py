@@ -349,7 +349,7 @@ class _Way:
         return [self.mesh.size(axis) for axis in reversed(self.axes)] if self.mesh else [1]
 
     def _gathered(self, line: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Returns the lines of all ranks, one behind the other, of `sizes` elements, in the order of `_num_ranks`.
+        """Returns the lines of all ranks, one after the other, of `sizes` elements, in the order of `_num_ranks`.
 
         axes (1, 0) of a mesh (2, 2)        along axis 1: 0 1 | 2 3        then along axis 0: 0 1 2 3
         """

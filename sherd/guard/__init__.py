@@ -40,7 +40,7 @@ def own_board() -> Board | None:
 def make_monitor(parent: dist.ProcessGroup, ranks: tuple[int, ...], mesh: DataMesh) -> DivergenceChecker | None:
     """Returns the monitor of units on `mesh`, which has these `ranks`; None if there is no board.
 
-    A rank that leaves the path alone could not say so then.
+    A rank that leaves the path alone could not report it.
     """
     board = own_board()
     return None if board is None else DivergenceChecker(parent, ranks, mesh.device, board)

@@ -120,7 +120,7 @@ Cuts = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class _Line:
-    """Aligned tensors, one behind the other. Tensor i has `numels[i]` elements, cut at multiples of `grains[i]`."""
+    """Aligned tensors, one after the other. Tensor i has `numels[i]` elements, cut at multiples of `grains[i]`."""
 
     numels: list[int]
     grains: list[int]

@@ -84,12 +84,12 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
 def tensor_axis_of(
     record: ShardedParameter, rows: int = 0, name: str = "", tensor_parallel: str = "whole"
 ) -> TensorAxis | None:
-    """Returns the axis of tensor parallelism along which matrices are put together; None where it cuts none of them.
+    """Returns the axis of tensor parallelism along which matrices are assembled; None where it cuts none of them.
 
     For the arguments see `batch_of`.
 
     Raises:
-        OptimizerError: several axes cut the parameter, or an axis cuts it otherwise than in rows or in columns.
+        OptimizerError: several axes cut the parameter, or an axis cuts it in neither rows nor columns.
     """
     spec = record.unsharded_spec
     if spec is None or tensor_parallel == "blockwise":
@@ -189,7 +189,7 @@ class MatrixPlan:
             owner.shards_written()
 
     def computes_on(self, index: int) -> torch.device:
-        """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
+        """Returns the device on which a parameter's matrices are computed: its unit's, not that of resting shards."""
         record = self._records[index]
         return self.parameters[index].device if record is None else record.mesh.device
 
@@ -225,7 +225,7 @@ class MatrixPlan:
     def _by_ring(self, joined: Mapping[int, Sequence[Cut]]) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
 
-        A plain parameter is complete on this rank. `joined` are the cuts of parts that are put together.
+        A plain parameter is complete on this rank. `joined` are the cuts of parts that are assembled.
         """
         ring_of: dict[tuple[int, DeviceMesh | None, int], Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}

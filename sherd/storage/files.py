@@ -239,7 +239,7 @@ class Opened:
 
 
 class OtherStep(CheckpointError):
-    """The manifest of another step than the folder's name says: somebody has renamed or copied it."""
+    """The manifest of another step than the folder's name says: the folder was renamed or copied."""
 
 
 def read_manifest(place: Place) -> Manifest:

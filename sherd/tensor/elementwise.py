@@ -165,7 +165,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
 
 @answers("index_fill_")
 def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_unsharded) -> object:
-    """Set the places of an index to a number. torch 2.15 sets a scalar by its mask so."""
+    """Set the places of an index to a number. torch 2.15 sets a scalar by its mask this way."""
     tensor, _, index, value = args
     if _is_of_a_scalar(tensor, index):
         return tensor.fill_(value) if index.numel() else tensor

@@ -72,7 +72,7 @@ def _joined_on_dim(part: torch.Tensor, split: AxisSplit, layout: Layout) -> torc
 
 
 def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
+    """Returns the lines of all ranks of a group one after the other; rank i has `numels[i]` elements."""
     full = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
     if full.numel():
         # As bytes, since every backend can move those. A tensor of one element is contiguous with any stride, but can

@@ -1,6 +1,6 @@
 """The placement of a flat parameter on a tensor-parallel axis, where every rank has a vector of its own.
 
-axis rank 0  | up, rows 0 to 2 | norm |          the flat parameter is 1-D: the vectors one behind the other;
+axis rank 0  | up, rows 0 to 2 | norm |          the flat parameter is 1-D: the vectors one after the other;
 axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
 """
 

@@ -51,7 +51,7 @@ def test_a_buffer_may_be_empty_take_over_a_tensor_of_any_shape_or_share_somebody
     around = Buffer.around(tensor)
     assert not around.is_ours
     assert around.tensor is tensor
-    with pytest.raises(AssertionError, match="somebody else's memory"):
+    with pytest.raises(AssertionError, match="borrowed memory"):
         around.free()
 
 

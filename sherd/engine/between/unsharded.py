@@ -136,7 +136,7 @@ class UnshardedCopies:
         """
         runtime = Runtime.over(self.unit)
         if runtime is not None:
-            runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
+            runtime.reshard(self.unit)  # a user may have gathered it meanwhile, without showing it
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
         self._is_over = True
         self.unit.lend(None)

@@ -86,7 +86,7 @@ class _Change:
         """Plan the sharding of the unit's new parameters, and find the units that it borrows from.
 
         Raises:
-            UnsupportedError: the unit cannot change so.
+            UnsupportedError: the unit cannot change this way.
             ModuleError, PlacementError, OwnershipError: as when the unit was made.
         """
         unit = self.unit

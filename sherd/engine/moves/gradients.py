@@ -98,7 +98,7 @@ class _HostCopy:
 class Gradients:
     """One group's gradients, from autograd to the shards' `.grad`.
 
-    `begin()` is called when a gradient comes before anybody said that a backward begins, `complete()` when every
+    `begin()` is called when a gradient comes before a backward was announced, `complete()` when every
     trainable parameter has its gradient.
     """
 

@@ -179,7 +179,7 @@ def _unpack(saved: _Saved) -> Any:
         GradientError: the parameter is gone, or the tensor was changed in place.
     """
     kept, version, unit, part = saved
-    # A graph that somebody keeps refers to the owner weakly, or it would keep the shards of a deleted model alive.
+    # A graph that is kept refers to the owner weakly, or it would keep the shards of a deleted model alive.
     owner: StorageOwner | None = None if part is None else part[0]()
     if part is not None and owner is None:
         raise GradientError(
@@ -264,5 +264,5 @@ def begin_watching(unit: Reader) -> bool:
 def end_watching(has_pushed: bool) -> None:
     _running.units.pop()
     top = saving_hooks() if has_pushed else None
-    if top is not None and _is_ours(top):  # else somebody left hooks of their own behind
+    if top is not None and _is_ours(top):  # else a user left hooks of their own behind
         pop_saving_hooks()

@@ -156,7 +156,7 @@ class UnshardedBuffer(Unsharded):
         self.rows = flat[: group.packing.gathered_numel]
         self.copy_out = copy_out(group.packing, flat)
         self._slots = group.packing.slots
-        # What a user's `.data = ...` can move, by index, and the byte where it belongs. A DTensor cannot be moved so.
+        # What a user's `.data = ...` can move, by index, and the byte where it belongs. It cannot move a DTensor.
         self._plain: list[int] = []
         self._offsets: list[int] = []
         for index, (parameter, slot) in enumerate(zip(group.parameters, self._slots, strict=True)):
@@ -170,7 +170,7 @@ class UnshardedBuffer(Unsharded):
         del tensor  # or `storage_uses` would count it
         self._movable = [self.parameters[index] for index in self._plain]
         self._address = self.buffer.address
-        # Counted when all views of ours are made, and before anybody else can have one.
+        # Counted when all views of ours are made, and before any other can exist.
         self._own_uses = storage_uses(self._address)
 
     @property
@@ -330,7 +330,7 @@ class Weights(Position, saved.StorageOwner):
 
     @property
     def is_viewed(self) -> bool:
-        """True if somebody else than autograd seems to have a view, which freeing would leave without memory.
+        """True if something other than autograd seems to have a view, which freeing would leave without memory.
 
         The view may also be garbage that waits to be collected.
         """

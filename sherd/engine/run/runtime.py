@@ -124,7 +124,7 @@ class Runtime:
         self._unreduced: set[int] = set()
         """Units by number of which a backward of this step has reduced no gradients."""
         self._brings_gradients: bool | None = None
-        """Whether the present backward brings gradients for any unit; None until somebody asks."""
+        """Whether the present backward brings gradients for any unit; None until it is asked for."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[ForwardCall] = []
         self._handed_over = False

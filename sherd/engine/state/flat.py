@@ -47,7 +47,7 @@ class FlatParamShardMetadata(NamedTuple):
 class FlatParameter(RaggedDTensor):
     """All parameters of one unit as one 1-D parameter, of which each rank holds a run; FSDP1's (Zhao et al. 2023).
 
-    The `shape` is `(numel,)`: the parameters one behind the other, with the padding between them. `to_local()` is this
+    The `shape` is `(numel,)`: the parameters one after the other, with the padding between them. `to_local()` is this
     rank's run. A copy, or a flat parameter loaded from a file, is a vector that no unit uses.
     """
 

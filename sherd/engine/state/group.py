@@ -283,7 +283,7 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
     away from where shards rest, it is brought back, and stays the same object.
 
     Raises:
-        UnsupportedError: `parameter` must be brought back, but has a gradient, or somebody holds it.
+        UnsupportedError: `parameter` must be brought back, but has a gradient, or a user holds it.
     """
     sharded = as_sharded(parameter)
     if not local.is_meta and parameter.device != local.device:
@@ -378,7 +378,7 @@ class Group:
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
         reduce_dtype: the dtype in which gradients are reduced, `grad_dtype` that of the shards' `.grad` after it.
         takes_any_gradient: the `grad_dtype` is None, so that gradients are reduced in the dtype that they come in, if
-            it is wider than `reduce_dtype`; and the shards get them so.
+            it is wider than `reduce_dtype`; and the shards get them in this dtype.
         arriving: the `grad_dtype` of the unsharded parameters, in a tuple, which is empty if it is theirs.
         gradient_packing: the layout of reduced gradients, and the rows that are reduced. It is `packing`, unless
             gradients go to owners. `gradients` are their places in it.

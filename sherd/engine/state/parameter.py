@@ -541,7 +541,7 @@ def hide_unsharded(
 ) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter | None]]:
     """Show the shards where `parameters`, the unsharded form of each of `records`, were shown.
 
-    A shard requires a gradient from now on if a user told its unsharded form so: `trained` says what was shown.
+    A shard requires a gradient from now on if a user set that on its unsharded form: `trained` says what was shown.
 
     Returns a record, its parameter, and what a user put in its place, a Parameter or None, for each such place.
     """
