@@ -517,7 +517,7 @@ def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_n
         warnings.simplefilter("always")
         params = train_job(sharded(doubled(of_hidden)), mean_square)
     assert_trained(params, of_hidden)
-    assert "a view of a parameter of unit blocks.0 is still there after its forward" in str(told[0].message)
+    assert "a view of a parameter of unit blocks.0 is still alive after its forward" in str(told[0].message)
 
 
 class Littering(Block):

@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused_by_name():
         (lambda: spec((replicate, Partial()), all_of_it, (0,)), "reduce what is Partial"),
         (lambda: spec((replicate, strided), all_of_it, (0,)), "redistribute what is sharded in another way"),
         (lambda: spec((replicate,), all_of_it, (0,)), "each of its 2 axes"),
-        (lambda: spec((Shard(0), replicate), all_of_it, (0,)), "give Replicate.. there"),
+        (lambda: spec((Shard(0), replicate), all_of_it, (0,)), "give Replicate.. on that axis"),
         (lambda: spec((replicate, replicate), all_of_it, ()), "over at least one axis"),
         (lambda: spec((replicate, Shard(1)), all_of_it, (0,)), "this rank's part has shape .6, 2."),
         (lambda: spec((replicate, Shard(2)), all_of_it, (0,)), "has no dim 2"),
