@@ -183,7 +183,7 @@ def test_a_single_bit_changed_is_found_and_the_older_one_taken_while_it_is_whole
         assert f"{tmp_path}/checkpoints/step-00000002" in note
         assert flip in note
         assert is_first
-        assert "holds no whole checkpoint (step " in said
+        assert "holds no complete checkpoint (step " in said
         assert "step 1: " in said
         assert said.endswith("name another --out")
 
