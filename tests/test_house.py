@@ -52,7 +52,7 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the whole": (61506, 48000),
+    "lines of the whole": (61522, 48000),
     "lines of the core": (35482, 28000),
     "lines of the FSDP1": (2672, 2700),
     "lines of the plug-ins": (3373, 3400),
