@@ -220,7 +220,7 @@ class Opened:
     def pieces(self, name: str, part: Box | None = None) -> Iterator[tuple[OpenFile, Stored, Box]]:
         """Yields the pieces of the tensor `name` that share elements with `part`; None: all pieces.
 
-        A piece is its file, where it lies in the file, and where it lies in the tensor.
+        A piece is its file, its place in the file, and its place in the tensor.
 
         Raises:
             CheckpointError: a file does not hold the piece that the manifest says it does.

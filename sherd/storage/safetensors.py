@@ -55,7 +55,7 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 def header_of(
     tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns the begin of a file with `tensors`, (dtype, shape) by name, and where each tensor lies in the file.
+    """Returns the begin of a file with `tensors`, (dtype, shape) by name, and the place of each tensor in the file.
 
     Raises:
         CheckpointError: a tensor has the name that the format reserves, or the header would be too long.
