@@ -136,6 +136,12 @@ class Deeds:
         if (steps := self._optimizers.get(optimizer)) is not None and steps.leave() and steps.names:
             steps.end(optimizer)
 
+    def gave_up(self, optimizer: Optimizer) -> None:
+        """Forget the step of `optimizer` that has raised, on all ranks if they do the same."""
+        if (steps := self._optimizers.get(optimizer)) is not None:
+            steps.forget_calls()
+            self.pending[:] = [deed for deed in self.pending if deed.who != steps.number]
+
     def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
         """Note something else that is done to shards: `what` has a place {} for each of the `values`."""
         if self._are_ours(unit_ids):
@@ -213,7 +219,9 @@ class _Steps:
                 del self._options[key]
         if self.values.is_due:
             pieces = zip(self._parameters, map(local_part, self._parameters), self._are_everywhere, strict=True)
-            if wrong := not_finite([(parameter, piece) for parameter, piece, everywhere in pieces if everywhere]):
+            # On an accelerator the host would wait for the step.
+            looked_at = [(each, part) for each, part, everywhere in pieces if everywhere and part.device.type == "cpu"]
+            if wrong := not_finite(looked_at):
                 self._more.append(f"{type(optimizer).__name__} has left inf or nan in {in_short(wrong)}")
 
     def _states_of(self, optimizer: Optimizer) -> list[dict[str, object]]:

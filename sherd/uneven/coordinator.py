@@ -150,6 +150,9 @@ class Coordinator:
     def after_step(self, optimizer: Optimizer) -> None:
         """Do nothing: all ranks step with the settings of one."""
 
+    def gave_up(self, optimizer: Optimizer) -> None:
+        """Do nothing: all ranks step with the settings of one."""
+
     def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
         """Do nothing: ranks may differ."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import sherd
 from sherd import Owned
+from sherd.errors import GradientError
 from sherd.guard import checker
 from tests.divergence.programs import batch, comm_errors, num_calls, sharded
 from tests.support.meshes import mesh_of
@@ -259,6 +261,20 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_may_differ():
     model = sharded()
     torch.optim.SGD(model.parameters(), lr=0.01)
     step_by_step(model, Adaptive(model.parameters()), lambda number: None)
+
+
+@on_processes(2)
+def test_a_step_that_raises_on_all_ranks_leaves_nothing_to_compare():
+    model = sharded()
+    optimizer = sherd.Muon(model, lr=0.1)
+    for number in range(4):
+        model(batch()).square().mean().backward()
+        if number == 1 and dist.get_rank() == 1:
+            next(model.parameters()).grad = None
+        fails = pytest.raises(GradientError, match="rank 1 has no gradient")
+        with fails if number == 1 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_processes(2)

@@ -99,6 +99,9 @@ class StepListener(Protocol):
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that `optimizer` has stepped shards."""
 
+    def gave_up(self, optimizer: Optimizer) -> None:
+        """Note that the step of `optimizer` has raised."""
+
     def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
         """Note what is done to the shards of these units; `what` has a place {} for each of the `values`."""
 
@@ -176,6 +179,8 @@ class _Watcher:
             with contextlib.nullcontext() if local is None else local.lent_to(optimizer):
                 return plain(optimizer, *args, **kwargs)
         except Exception as error:
+            for listener in list(self._listeners):
+                listener.gave_up(optimizer)
             _explain(optimizer, error)
             raise
 
