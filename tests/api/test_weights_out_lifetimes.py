@@ -134,7 +134,7 @@ def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transp
     if dist.get_rank() == 1:
         reading.close()
     else:
-        with pytest.raises(CommError, match="all-gather"):
+        with pytest.raises(CommError, match=r"all-gather|gathers .* elements"):
             list(reading)
     dist.barrier()
 
