@@ -110,18 +110,20 @@ class in_place_of_fsdp:
             names.save_fsdp_optimizer,
         ):
             self._undo.append(_import_for(function, FullyShardedDataParallel))
-        self._has_ended = False
+        self._is_entered = self._has_ended = False
         _in_force.append(self)
 
     def __enter__(self) -> None:
-        pass
+        self._is_entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What was replaced after this one is put back before it, also if it ends later.
         self._has_ended = True
-        while _in_force and _in_force[-1]._has_ended:
+        later = _in_force[_in_force.index(self) + 1 :] if self in _in_force else []
+        if any(each._is_entered and not each._has_ended for each in later):
+            return  # put back with the last of these contexts
+        while self in _in_force or (_in_force and _in_force[-1]._has_ended):
             undo = _in_force.pop()._undo
             while undo:
                 undo.pop()()

@@ -42,18 +42,19 @@ class torch_fsdp_identity:
 
     def __init__(self, enabled: bool = True) -> None:
         require_bool("torch_fsdp_identity({})", enabled)
-        self._enabled = enabled
+        self._enabled, self._is_entered = enabled, False
         _asked.append(self)
         _identity.give_to_all(enabled)
 
     def __enter__(self) -> None:
-        pass
+        self._is_entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self in _asked:
-            _asked.remove(self)
+        if self in _asked:  # calls within the context end with it
+            at = _asked.index(self)
+            _asked[at:] = [each for each in _asked[at + 1 :] if each._is_entered]
         _identity.give_to_all(_asked[-1]._enabled if _asked else False)
 
 
@@ -105,7 +106,6 @@ class _Identity:
         self.update(cls)
 
     def update(self, cls: type) -> None:
-        """Give `cls` the base if all classes have it or a borrower needs it, or else take the base away."""
         due = self.for_all or cls in self._num_borrowers
         is_made = _torch_face.cache_info().currsize > 0
         if not due and not (is_made and issubclass(cls, _torch_face())):

@@ -151,7 +151,6 @@ class _Sharding:
                 register_fsdp_forward_method(module, name)
 
     def _options(self, precision: str) -> Options:
-        """Returns the arguments of `fully_shard`, with a mesh of all ranks, and dtypes for mixed precision."""
         shape = self._shape or (self.world_size,)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         options: Options = {"mesh": mesh, "on_touch": "unshard"}
@@ -269,7 +268,6 @@ class _Sharding:
             torch.save(rest, path / META)
 
     def _shards(self, path: str | Path, targets: Targets, strict: bool) -> State:
-        """Returns shards in a folder, laid out as those of the `targets` that it has."""
         folder = FileSystemReader(path).read_metadata()
         found = targets.keys() & {name for name, *_ in folder.planner_data.values()}
         shards = {name: self._room_for(targets[name], name, folder, strict) for name in targets if name in found}
@@ -484,7 +482,6 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
         return checkpoint
 
     def _restored(self, target: Any, saved: Any, strict: bool) -> Any:
-        """Load `saved` into `target`. Returns `target`, or `saved` if `target` is a plain value."""
         if isinstance(target, Optimizer):
             self._load_optimizer(target, saved, strict)
         elif isinstance(target, nn.Module):

@@ -137,6 +137,8 @@ def test_two_that_end_in_the_order_in_which_they_began_leave_what_was_before():
     with imagined_ranks(2):
         model = fully_shard(Own())
         first, second = torch_fsdp_identity(), torch_fsdp_identity()
+        first.__enter__()
+        second.__enter__()
         first.__exit__(None, None, None)
         assert isinstance(model, fsdp.FSDPModule), "the second one is in force"
         second.__exit__(None, None, None)

@@ -410,9 +410,14 @@ def test_two_that_end_in_the_order_in_which_they_began_give_the_names_back():
     owners = names, names.Accelerator, names.FullyShardedDataParallelPlugin
     before = held_by(*owners)
     first, second = in_place_of_fsdp(), in_place_of_fsdp()
+    first.__enter__()
+    second.__enter__()
     first.__exit__(None, None, None)
     assert before != held_by(*owners), "the second one is in force"
     second.__exit__(None, None, None)
+    assert before == held_by(*owners)
+    with in_place_of_fsdp():
+        in_place_of_fsdp()  # as a program does, which ends with the context
     assert before == held_by(*owners)
 
 
