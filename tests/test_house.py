@@ -48,7 +48,7 @@ MOST_CODE_LINES = 60  # of a function
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),
-    "hidden writes, those by write_into too": (17, 0),
+    "hidden writes, those by write_into too": (15, 0),
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
@@ -56,7 +56,7 @@ FIGURES = {
     "lines of the core": (35493, 28000),
     "lines of the FSDP1": (2672, 2700),
     "lines of the plug-ins": (3376, 3400),
-    "lines of the adapters": (1613, 1500),
+    "lines of the adapters": (1615, 1500),
     "lines of the tools": (13234, 12000),
     "lines of the trainer": (5132, 4600),
     "files of a walk: forward": (16, 15),
@@ -65,7 +65,7 @@ FIGURES = {
     "files of a walk: load": (26, 25),
     "files of a walk: plan": (92, 80),
     "hops in forward": (128, 140),
-    "hops in backward": (185, 200),
+    "hops in backward": (176, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.

@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class TensorChange(Protocol):
-    """What has changed in a tensor, as `sherd.WeightDelta`."""
+    """A change of one tensor, such as `sherd.WeightDelta`."""
 
     def to(self: Item, device: torch.device) -> Item:
         """Returns the change with its tensors on `device`."""
@@ -32,7 +32,7 @@ Changed = TypeVar("Changed", bound=TensorChange, covariant=True)
 
 @runtime_checkable
 class Mark(Protocol[Changed]):
-    """What was last sent of a model's weights, as `sherd.WeightMark`. Both methods move it on."""
+    """A record of the weights that were last sent, such as `sherd.WeightMark`. Both methods update it."""
 
     def own_changes(self, tensors: FullTensors, names: Sequence[str], rank: int) -> Iterator[Changed]:
         """Yields what has changed in this rank's shards of the tensors `names`, without communication."""

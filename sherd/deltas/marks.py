@@ -46,14 +46,14 @@ _EVERYTHING = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """What was last sent of this rank's shards: `layout` tells what `values` are of, 1-D tensors in host memory."""
+    """This rank's shards as they were last sent: `values` are 1-D tensors in host memory, of the shards in `layout`."""
 
     layout: tuple[Full, tuple[Box, ...]]
     values: tuple[torch.Tensor, ...]
 
 
 class WeightMark:
-    """What was last sent of a model's weights, for `iter_full_parameters(model, changed_since=mark)`.
+    """A record of the weights that were last sent, for `iter_full_parameters(model, changed_since=mark)`.
 
     A fresh mark has nothing, so the first loop sends everything. Each rank keeps a copy of its own shards in the dtype
     that is sent, in host memory (page-locked if the shards are on an accelerator). If a loop does not reach its end on

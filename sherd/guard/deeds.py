@@ -110,7 +110,7 @@ class Deeds:
         self.pending[:] = rest
         self.doubts &= not taken
         for steps in self._optimizers.values() if taken else ():
-            steps.forget_calls()  # of a step that raised
+            steps.forget_calls()  # of a step that was interrupted
         return taken, doubts
 
     def _are_ours(self, unit_ids: Sequence[int]) -> bool:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType, ModuleType, TracebackType
+from types import FunctionType, ModuleType
 from typing import Any, Literal, cast
 
 import torch
@@ -38,7 +38,7 @@ from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.grad_scaler import ShardedGradScaler
-from sherd.interop.packages import require_tried, take_rank0s_values
+from sherd.interop.packages import TemporaryChange, require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy, choose, is_container
 
@@ -50,7 +50,7 @@ TRIED = "1.15"
 OF_WRAPPER = inspect.signature(FullyShardedDataParallel).parameters.keys() - {"module", "auto_wrap_policy"}
 
 
-class in_place_of_fsdp:
+class in_place_of_fsdp(TemporaryChange):
     """Let accelerate shard with sherd where it would with torch's FSDP: write it before the `Accelerator` is made.
 
         in_place_of_fsdp()
@@ -90,9 +90,9 @@ class in_place_of_fsdp:
                 "plugin; write in_place_of_fsdp() above the first Accelerator"
             )
         its, plugin, shards = names.Accelerator, names.FullyShardedDataParallelPlugin, _Shards(policy, options)
-        self._undo: list[Callable[[], None]] = []
-        self._undo += [
-            _replace(names, "AcceleratorState", _state_class(self._undo, shards)),
+        undoes: list[Callable[[], None]] = []
+        undoes += [
+            _replace(names, "AcceleratorState", _state_class(undoes, shards)),
             _replace(names, "get_grad_scaler", _scaler_for_fsdp(names.get_grad_scaler)),
             _replace(names, "get_fsdp2_grad_scaler", ShardedGradScaler),
             _replace(names, "fsdp2_prepare_model", shards.prepared),
@@ -109,27 +109,10 @@ class in_place_of_fsdp:
             names.load_fsdp_model,
             names.save_fsdp_optimizer,
         ):
-            self._undo.append(_import_for(function, FullyShardedDataParallel))
-        self._is_entered = self._has_ended = False
-        _in_force.append(self)
-
-    def __enter__(self) -> None:
-        self._is_entered = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._has_ended = True
-        later = _in_force[_in_force.index(self) + 1 :] if self in _in_force else []
-        if any(each._is_entered and not each._has_ended for each in later):
-            return  # put back with the last of these contexts
-        while self in _in_force or (_in_force and _in_force[-1]._has_ended):
-            undo = _in_force.pop()._undo
-            while undo:
-                undo.pop()()
+            undoes.append(_import_for(function, FullyShardedDataParallel))
+        super().__init__(undoes)
 
 
-_in_force: list[in_place_of_fsdp] = []
 _numbers = itertools.count()
 
 

@@ -17,17 +17,19 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace, TracebackType
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from sherd.api.module import FSDPModule
 from sherd.engine import StageUnits, Unit
+from sherd.interop.packages import TemporaryChange
 from sherd.requirements import require_bool
 
 
-class torch_fsdp_identity:
+class torch_fsdp_identity(TemporaryChange):
     """Make sherd's modules instances of `torch.distributed.fsdp.FSDPModule`, or no longer.
 
     The call takes effect at once, on all modules, sharded before or after. The end of a `with` statement restores the
@@ -42,24 +44,8 @@ class torch_fsdp_identity:
 
     def __init__(self, enabled: bool = True) -> None:
         require_bool("torch_fsdp_identity({})", enabled)
-        self._enabled, self._is_entered = enabled, False
-        _asked.append(self)
+        super().__init__([partial(_identity.give_to_all, _identity.for_all)])
         _identity.give_to_all(enabled)
-
-    def __enter__(self) -> None:
-        self._is_entered = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self in _asked:  # calls within the context end with it
-            at = _asked.index(self)
-            _asked[at:] = [each for each in _asked[at + 1 :] if each._is_entered]
-        _identity.give_to_all(_asked[-1]._enabled if _asked else False)
-
-
-_asked: list[torch_fsdp_identity] = []
-"""What was asked for and has not ended; the last one holds."""
 
 
 def lend_identity(borrower: object, classes: Iterable[type]) -> None:

@@ -1,9 +1,11 @@
-"""What the adapters to other packages share: which versions were tried, and the values of rank 0."""
+"""What the adapters to other packages share: changes that end, which versions were tried, and the values of rank 0."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import ClassVar
 
 import torch
 
@@ -11,6 +13,38 @@ from sherd.api.fully_shard import Options
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import data_mesh
 from sherd.errors import UnsupportedError
+
+
+class TemporaryChange:
+    """A change of other packages that takes effect when the object is made; the end of a `with` statement undoes it.
+
+    Changes of one class are undone in reverse order. A plain call inside of a `with` statement ends with it. A change
+    whose statement ends before that of a later one stays until then. `undoes` are called from the last to the first.
+    """
+
+    _made: ClassVar[list[TemporaryChange]]
+
+    def __init_subclass__(cls) -> None:
+        cls._made = []
+
+    def __init__(self, undoes: list[Callable[[], None]]) -> None:
+        self._undoes = undoes
+        self._is_entered = self._has_ended = False
+        self._made.append(self)
+
+    def __enter__(self) -> None:
+        self._is_entered = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._has_ended = True
+        later = self._made[self._made.index(self) + 1 :] if self in self._made else []
+        if any(each._is_entered and not each._has_ended for each in later):
+            return
+        while self in self._made or (self._made and self._made[-1]._has_ended):
+            for undo in reversed(self._made.pop()._undoes):
+                undo()
 
 
 def require_tried(package: str, tried: str, who: str) -> None:

@@ -68,7 +68,7 @@ class TensorAxis:
 
 
 Holder = tuple[int, int]
-"""What a rank holds of parameters: the number of its tensor-parallel part, 0 if there is one only, and of its shard."""
+"""The part of a parameter that a rank holds: the numbers of its tensor-parallel part (0 without one) and its shard."""
 
 
 class Ring:

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank in a step of whole matrices, and how it is reported to the other ranks.
+"""Errors of one rank in a step of whole matrices, and their report to the other ranks.
 
 A rank that cannot go on still takes part in the exchanges of the step. A header precedes all that it sends, to owners
 and from them, with its status: what is wrong. All ranks then raise together, before a parameter changes.

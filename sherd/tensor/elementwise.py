@@ -77,7 +77,7 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     if places.strides is None:
         keeps_order = memory_format in (torch.preserve_format, torch.contiguous_format)
     else:
-        keeps_order = memory_format is torch.preserve_format and not isinstance(places, Layout)
+        keeps_order = memory_format is torch.preserve_format
     if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
     result = func(*pieces, **with_changed(kwargs, DTensor, local_tensor))
@@ -132,7 +132,7 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
     shape = tuple(func(torch.empty(layout.shape, device="meta"), *args[1:], **kwargs).shape)
     if shape == layout.shape:
         return as_result(local.view_as(local), layout)
-    has_no_runs = layout.owner is not None or layout.strides or layout.cut.shape != layout.shape
+    has_no_runs = layout.owner is not None or layout.cut.shape != layout.shape
     if has_no_runs or prod(shape) != layout.numel:
         return on_unsharded(func, args, kwargs)
     cut = Runs(shape, layout.cut.num_ranks, layout.cut.first, layout.cut.ends)
@@ -191,8 +191,6 @@ SHARDED.answers("index_fill_")(functools.partial(filled_at, otherwise=by_torch))
 @answers("view_as_real")
 def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layout = layout_of(spec_of(args[0]))
-    if layout.strides:
-        return on_unsharded(func, args, kwargs)
     cut = layout.cut
     at_owner = layout.owner is not None
     pairs = Runs((*cut.shape, 2), cut.num_ranks, cut.first, tuple(2 * end for end in cut.ends), cut.by_rows or at_owner)
@@ -208,7 +206,7 @@ def as_complex(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """
     layout = layout_of(spec_of(args[0]))
     cut = layout.cut
-    if layout.strides or not cut.shape or cut.shape[-1] != 2 or layout.shape[-1] != 2:
+    if not cut.shape or cut.shape[-1] != 2 or layout.shape[-1] != 2:
         return on_unsharded(func, args, kwargs)
     if any(end % 2 for end in cut.ends):
         raise unknown(func, layout, "a pair of numbers is on two ranks")
@@ -259,10 +257,12 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
 @SHARDED.answers("copy_")
 def copy_into_chunk(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Copy a tensor of the same places, this rank's chunk of one that every rank holds unsharded, or one value."""
-    return (elementwise if isinstance(args[0], DTensor) else _into_other)(func, args, kwargs, by_torch)
+    return (
+        elementwise(func, args, kwargs, by_torch) if isinstance(args[0], DTensor) else _into_other(func, args, kwargs)
+    )
 
 
-def _into_other(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation | None = None) -> object:
+def _into_other(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Copy a sharded tensor into a plain one, as `load_state_dict` of a plain model does, if this rank holds it all."""
     target, source, *rest = args
     if source.device_mesh.size() > 1 or isinstance(target, DTensor):
@@ -280,7 +280,7 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
     local = local_tensor(tensor)
-    if tuple(size) != layout.shape or layout.strides:
+    if tuple(size) != layout.shape:
         return known(func(local, size, *rest, **kwargs), layout)
     if "strided" in func.name():
         rest = [torch.empty(local.shape, device="meta").stride(), *rest[1:]]

@@ -60,7 +60,7 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
         return piece
     if isinstance(value, RaggedDTensor):
         other = layout_of(spec_of(value))
-        owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
+        owned = layout.owner is not None and other.owner is not None
         if owned and layout.shape == other.shape and layout.shares_ranks_with(other):
             # Two owners, of a student's and a teacher's tensor: one tensor goes to the owner of the other.
             return piece_of(gather(local_tensor(value), other), layout)

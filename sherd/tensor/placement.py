@@ -29,8 +29,7 @@ class Places:
 
     Attributes:
         shape: the shape of the unsharded tensor.
-        strides: the strides of a tensor whose elements are not in order (`channels_last`, a transposed view at one
-            owner); else None.
+        strides: the strides of a tensor whose elements are not in order (`channels_last`); else None, as for runs.
         joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
         copied_axes: the mesh axes whose ranks hold the same elements.
         is_of_vectors: the tensor is a flat parameter over tensor parallelism.
@@ -44,7 +43,7 @@ class Places:
     )  # fmt: skip
 
     def __init__(
-        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
     ) -> None:
         self.mesh = mesh
         self.placements = placements
@@ -251,10 +250,8 @@ class Layout(Places):
 
     __slots__ = ("axes", "cut", "local_shape", "offsets", "owner", "ragged", "rank", "splits")
 
-    def __init__(
-        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
-    ) -> None:
-        super().__init__(mesh, placements, shape, strides)
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape) -> None:
+        super().__init__(mesh, placements, shape)
         self.ragged, sharded = _by_axis(placements)
         self.cut = next(iter(self.ragged.values())).cut
         coordinate = mesh.get_coordinate()
@@ -330,25 +327,20 @@ class Layout(Places):
         assert self.owner is not None, "only layouts with an owner are asked"
         return Runs(shape, self.cut.num_ranks, self.owner, (prod(shape),), by_rows=bool(shape))
 
-    def like(self, cut: Runs, strides: tuple[int, ...] | None = None) -> Layout:
+    def like(self, cut: Runs) -> Layout:
         """Returns the layout of a tensor with another cut over the same axes: of this part, or of one at the owner."""
-        if cut == self.cut and strides == self.strides:
+        if cut == self.cut:
             return self
         if cut.shape == self.cut.shape:
-            return self.recut(cut, self.shape, self.placements, strides)
+            return self.recut(cut, self.shape, self.placements)
         # Where there is an owner, the other axes shard nothing: a `Shard(dim)` is on an axis of one rank.
         assert self.owner is not None, "the part has one shape"
-        return self.recut(cut, cut.shape, (Replicate(),) * self.mesh.ndim, strides)
+        return self.recut(cut, cut.shape, (Replicate(),) * self.mesh.ndim)
 
-    def recut(
-        self, cut: Runs, shape: Shape, others: tuple[Placement, ...], strides: tuple[int, ...] | None = None
-    ) -> Layout:
+    def recut(self, cut: Runs, shape: Shape, others: tuple[Placement, ...]) -> Layout:
         """Returns the layout of a tensor of `shape` cut over the same axes, with the placements `others` elsewhere."""
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
-        return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
-
-    def same_as(self, other: Places) -> bool:
-        return self is other or (super().same_as(other) and self.strides == other.strides)
+        return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape)
 
     def shares_ranks_with(self, other: Layout) -> bool:
         """Returns True if every shard is on the same rank as the shard of `other` with the same number."""

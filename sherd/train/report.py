@@ -30,7 +30,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Report:
-    """What a run tells its user: on the screen unless `quiet`, in OUT/metrics.jsonl, and to `logger`.
+    """The reports of a run: on the screen unless `quiet`, in OUT/metrics.jsonl, and to `logger`.
 
     Without `out`, as on every rank but the first, it tells nothing. The logger ends with the report, and is told the
     `outcome`, or "failed" after an exception.

@@ -61,6 +61,10 @@ _monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[in
     weakref.WeakKeyDictionary()
 )
 """By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], CollectiveMonitor]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the group of each axis of its mesh: the monitor that was asked for last, and its ranks."""
 _asked_for: weakref.WeakKeyDictionary[CollectiveMonitor, int] = weakref.WeakKeyDictionary()
 """When each monitor was asked for the last time, by a number that grows."""
 _numbers = itertools.count()
@@ -150,6 +154,8 @@ def _monitor_of(mesh: DataMesh) -> CollectiveMonitor | None:
             return None
         known[key] = monitor
     _asked_for[known[key]] = next(_numbers)
+    for axis in range(mesh.mesh.ndim):
+        _of_groups[group_of(mesh.mesh, axis)] = ranks, known[key]
     return known[key]
 
 
@@ -165,18 +171,21 @@ def _monitor_over(groups: Sequence[dist.ProcessGroup], of_groups: Sequence[Seque
     def fits(ranks: tuple[int, ...]) -> bool:
         return len(ranks) == num_ranks and together <= {*ranks}
 
+    for ranks, monitor in (_of_groups[group] for group in groups if group in _of_groups):
+        if fits(ranks):
+            return monitor
     known = [
-        (parent in groups, _asked_for[monitor], monitor)
+        (_asked_for[monitor], monitor)
         for parent, monitors in list(_monitors.items())
         for (_, ranks), monitor in monitors.items()
         if fits(ranks) and not is_destroyed(parent)
     ]
-    is_of_group, _, monitor = max(known, key=itemgetter(0, 1), default=(False, 0, None))
-    for mesh in () if is_of_group else list(meshes.values()):
-        if fits(_ranks_of(mesh)) and (monitor is None or {mesh.shard_group, mesh.replicate_group} & {*groups}):
+    _, latest = max(known, key=itemgetter(0), default=(0, None))
+    for mesh in list(meshes.values()):
+        if fits(_ranks_of(mesh)) and (latest is None or {mesh.shard_group, mesh.replicate_group} & {*groups}):
             with contextlib.suppress(MeshError):  # of a model that is gone, whose groups are destroyed
                 return _monitor_of(mesh)
-    return monitor
+    return latest
 
 
 def monitored(
