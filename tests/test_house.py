@@ -65,7 +65,7 @@ FIGURES = {
     "files of a walk: load": (26, 25),
     "files of a walk: plan": (92, 80),
     "hops in forward": (128, 140),
-    "hops in backward": (176, 200),
+    "hops in backward": (179, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.

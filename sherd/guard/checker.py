@@ -31,7 +31,7 @@ import torch.distributed as dist
 from sherd._torch import has_ended, users_call, users_line
 from sherd.comm.failures import named
 from sherd.comm.groups import is_debugging_in_detail
-from sherd.engine import Unit, watcher
+from sherd.engine import Runtime, Unit, watcher
 from sherd.errors import CommError
 from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Progress, Query
 from sherd.guard.deeds import Deed, Deeds
@@ -111,9 +111,9 @@ class DivergenceChecker:
         if action is Gather:
             form = int(unit.in_full_precision)
         else:
-            num_trained = unit.backward.num_trained
-            for arrivals in unit.backward.unflagged:
-                form = 2 * form + (arrivals.has_any or unit.policy.reduce_unused)
+            num_trained = unit.backward.expected.num_trained
+            for gradients in unit.backward.unflagged:
+                form = 2 * form + (gradients.has_any or unit.policy.reduce_unused)
         new_steps, doubts = 0, compared.replicas_may_differ
         if unit.is_on_all_ranks and (action is Gather or not unit.gathers):
             steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
@@ -145,7 +145,7 @@ class DivergenceChecker:
 
     @staticmethod
     def _model_of(unit: Unit) -> set[int]:
-        runtime = unit.sealed_into()
+        runtime: Runtime | None = unit.sealed_into()  # not `Runtime.over`: many collectives ask
         return {unit.id} if runtime is None else {each.id for each in runtime.units}
 
     def _planned(self, action: type[Action], unit: Unit, variant: int, number: int, line: str) -> PlannedCollective:

@@ -26,7 +26,7 @@ from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import exchange_objects
-from sherd.engine import Group, ShardedParameter, Unit
+from sherd.engine import Group, Runtime, ShardedParameter, Unit
 from sherd.errors import CommError, in_short
 from sherd.guard.deeds import STEPPED, Deed
 from sherd.policy import MixedPrecisionPolicy
@@ -161,7 +161,7 @@ def model_number(root: Unit) -> int:
 
 
 def _units_of(root: Unit) -> Sequence[Unit]:
-    runtime = root.sealed_into()
+    runtime = Runtime.over(root)
     return (root,) if runtime is None else runtime.units
 
 

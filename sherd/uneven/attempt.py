@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from sherd.engine import Unit
+from sherd.engine import Runtime, Unit
 from sherd.errors import in_short
 from sherd.guard.deeds import not_finite
 from sherd.tensor.ragged import local_part
@@ -139,7 +139,7 @@ class Attempt:
 
     def abandon(self) -> None:
         """Reshard the model, and leave no collective in flight."""
-        runtimes = {id(runtime): runtime for unit in self._units if (runtime := unit.sealed_into()) is not None}
+        runtimes = {id(runtime): runtime for unit in self._units if (runtime := Runtime.over(unit)) is not None}
         for runtime in runtimes.values():
             runtime.reset()
 

@@ -29,7 +29,7 @@ from sherd._torch import in_backward, wait_on_host
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import exchange_objects, start_all_gather
-from sherd.engine import ShardedParameter, Unit, watcher
+from sherd.engine import Runtime, ShardedParameter, Unit, watcher
 from sherd.errors import CommError, StateError, in_short
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import PlannedCollective, differently_made, model_number
@@ -329,7 +329,7 @@ class Coordinator:
                 "delete it on all ranks"
             )
         if is_forward:
-            runtime = unit.sealed_into()
+            runtime = Runtime.over(unit)
             for other in runtime.units if runtime is not None else ():
                 if other.keeps_copies:
                     other.may_be_written()  # the ranks whose forward begins gather its copies again

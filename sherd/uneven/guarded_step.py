@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sherd.api.module import optimizers_in, require_module
 from sherd.comm.failures import own_rank
-from sherd.engine import Unit, watcher
+from sherd.engine import Runtime, Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
 from sherd.requirements import require_int
 from sherd.tensor.state_kind import Stateful
@@ -121,7 +121,7 @@ class GuardedStep:
 
     def __enter__(self) -> GuardedStep:
         for unit in self._units:
-            runtime = unit.sealed_into()
+            runtime = Runtime.over(unit)
             if unit.backward.has_unreduced or not (runtime is None or runtime.is_idle):
                 raise StateError(
                     f"sherd.step while a forward or backward of unit {unit.name} is under way, or its gradients wait "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sherd import Flat, fully_shard
-from sherd.engine.moves.arrivals import Arrivals
+from sherd.engine.moves.gradients import Gradients
 from sherd.engine.run.unit import Unit
 from sherd.memory.held import held_by
 from sherd.schedule.moments import MemoryKind
@@ -71,13 +71,13 @@ def recomputed_without_reentering(model, x):
 def told() -> Iterator[list[int]]:
     """A list of the gradients that Python is told of inside."""
     seen: list[int] = []
-    plain = Arrivals._told_of
+    plain = Gradients._told_of
 
     def note(self, index, unsharded):
         seen.append(index)
         plain(self, index, unsharded)
 
-    with patch.object(Arrivals, "_told_of", note):
+    with patch.object(Gradients, "_told_of", note):
         yield seen
 
 

@@ -261,7 +261,7 @@ def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say():
 
 
 def observers_of(unit):
-    return [Runtime.over(unit).tape.observer, *(gradients.arrivals._observer for gradients in unit.gradients)]
+    return [Runtime.over(unit).tape.observer, *(gradients._observer for gradients in unit.gradients)]
 
 
 @pytest.mark.usefixtures("alone")

@@ -145,7 +145,7 @@ def adopt_changes(model: nn.Module, optimizers: Sequence[Optimizer], from_rank0:
     for unit in units:
         unit.require_at_rest("refresh")
         for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
-            if gradients.arrivals.has_any or gradients.partial is not None:
+            if gradients.has_any or gradients.partial is not None:
                 raise StateError(
                     f"refresh: gradients of {weights.group.name} wait for their reduction; call it between steps"
                 )

@@ -1,6 +1,6 @@
 """The buffer plan of a group: the buffers that its collectives take, and the copies that they can do without.
 
-A plan is made once, when a unit's parameters are put into groups. `Weights` and `Arrivals` carry the plan out, and the
+A plan is made once, when a unit's parameters are put into groups. `Weights` and `Gradients` carry the plan out, and the
 memory forecast counts its buffers.
 """
 

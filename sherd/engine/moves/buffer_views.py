@@ -1,4 +1,4 @@
-"""Views of the same elements in the rows that collectives move, and in the tensors that modules use.
+"""The rows that collectives move, and views of the same elements in the tensors that modules use.
 
 Rows are all ranks' shard buffers, one after the other. For each tensor of a packing these functions return matching
 lists of views, so that one foreach copy moves a whole group.
@@ -7,7 +7,7 @@ lists of views, so that one foreach copy moves a whole group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -15,6 +15,10 @@ from operator import attrgetter
 import torch
 
 from sherd._torch import chunk_cat
+from sherd.comm.buffers import Buffer
+from sherd.comm.streams import CommStream
+from sherd.engine.moves.buffer_plan import BATCH_BYTES, BufferPlan
+from sherd.engine.state.group import Group
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, Slot
 from sherd.layout.placement import Cut
@@ -287,3 +291,96 @@ class _CopyStrips(CopyOut):
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slots = [slot for slot in self._in_order if slot.shard.numel]
         return [self._flat(slot) for slot in slots], [part[slot.shard.start : slot.shard.stop] for slot in slots]
+
+
+class ReduceBuffer:
+    """The buffer that one reduce-scatter sends: a group's gradients, rank by rank, and a flag for each of them.
+
+    Each rank's part ends with a flag for every tensor of the group, 1 where this rank has a gradient of the tensor.
+    After the sum the flags tell a rank without a gradient that others have one. That rank takes its part of the sum,
+    too, or the shards would drift apart. A large tensor with a group to itself has no flag: the group is not reduced
+    without its gradient.
+    """
+
+    def __init__(self, group: Group, buffer: Buffer, lane: CommStream | None = None) -> None:
+        self.buffer = buffer
+        self.dtype = buffer.tensor.dtype
+        self._lane = lane
+        self._packing = group.gradient_packing
+        self._num_flags = group.num_flags
+        self.filled: set[int] = set()  # the indices of the tensors whose gradients are in the buffer
+
+    @cached_property
+    def _places(self) -> RowViews:
+        """The places of gradients and flags. Made on first use: a borrowed gradient needs none."""
+        return RowViews(self._packing, self.buffer.tensor, self._num_flags)
+
+    @cached_property
+    def _joined(self) -> JoinedTensors:
+        return JoinedTensors(self._packing, self.buffer.tensor, BATCH_BYTES)
+
+    @classmethod
+    def freed(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: CommStream | None) -> ReduceBuffer:
+        """Returns rows without memory. The first fill allocates it, from compute's pool, or from that of `lane`."""
+        buffer = Buffer(sum(plan.reduced_by_piece), dtype, group.device)
+        buffer.free()
+        return cls(group, buffer, lane)
+
+    @classmethod
+    def borrowed(cls, group: Group, gradient: torch.Tensor) -> ReduceBuffer:
+        """Returns rows that are the gradient of the group's only tensor, uncopied. Such a group has no flags."""
+        rows = cls(group, Buffer.around(gradient.detach().view(-1)))
+        rows.filled.add(0)
+        return rows
+
+    def _allocate(self) -> None:
+        if self._lane is None:
+            self.buffer.allocate()
+        else:
+            self._lane.lend(self.buffer.allocate)
+
+    def fill(self, gradients: MutableMapping[int, torch.Tensor], scale: float) -> None:
+        """Copy in `gradients`, keyed by parameter index, times `scale`. Add and drop those of `filled` parameters."""
+        if torch.is_grad_enabled():  # in a backward that is differentiated, or after one
+            with torch.no_grad():
+                self.fill(gradients, scale)
+            return
+        if not self.filled:
+            self._allocate()
+            if self._joined.take(gradients):
+                self.filled.update(gradients)
+                if scale != 1.0:
+                    self.buffer.tensor.mul_(scale)
+                return
+        again = {at: gradients.pop(at) for at in self.filled.intersection(gradients)} if self.filled else {}
+        targets, sources = self._places.pairs(again) if again else ([], [])
+        if targets:  # tensors may have no elements
+            torch._foreach_add_(targets, sources, alpha=scale)
+        targets, sources = self._places.pairs(gradients)
+        if scale == 1.0 and targets:
+            torch._foreach_copy_(targets, sources)
+        for target, source in zip(targets, sources, strict=True) if scale != 1.0 else ():
+            # Scaled while it is copied. A narrow gradient is widened first, or it would be rounded twice.
+            if source.dtype == target.dtype:
+                torch.mul(source, scale, out=target)
+            else:
+                target.copy_(source).mul_(scale)
+        self.filled.update(gradients)
+
+    def copy(self, rows: ReduceBuffer) -> None:
+        """Take over what is in `rows`, of another dtype."""
+        self._allocate()
+        self.buffer.tensor.copy_(rows.buffer.tensor)
+        self.filled.update(rows.filled)
+
+    def complete(self) -> None:
+        """Write the flags, and zeros in the place of each gradient that is missing."""
+        if not self.filled:
+            self._allocate()
+        missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
+        for view in (view for index in missing for view in self._places.tensors[index]):
+            view.zero_()
+        for flags in self._places.flags if self._num_flags else ():
+            flags.fill_(1)
+            for index in missing:
+                flags[:, index : index + 1] = 0

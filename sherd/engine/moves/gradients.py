@@ -1,87 +1,248 @@
-"""A group's gradients from unsharded to shard: collected, reduced over the ranks, added to the shards' `.grad`.
+"""One group's gradients, from autograd to the shards' `.grad`.
+
+    IDLE ──expect──▶ EXPECTING ──reduce──▶ TAKEN ──end_backward──▶ IDLE
+
+    autograd ─▶ noted ─▶ waiting ─▶ rows of a ReduceBuffer ─▶ in flight ─▶ (partial) ─▶ (in host memory) ─▶ .grad
 
 Each gradient is copied once at most: from where autograd left it into the rows that the reduce-scatter sends, in the
-reduce dtype, and dropped. A tensor that has a group to itself is sent from where it is. With 2 ranks and two tensors (a
-2x2, b 2):
+reduce dtype, and dropped. With 2 ranks and two tensors (a 2x2, b 2):
 
     rank 0: a.grad [[1 2] [3 4]]  b.grad [5 6]    rows  | 1 2 | 5 |    its shards get | (1+1)/2 (2+1)/2 | (5+3)/2 |
                                                         | 3 4 | 6 |
     rank 1: a.grad [[1 1] [1 1]]  b.grad [3 3]    rows  | 1 1 | 3 |    its shards get | (3+1)/2 (4+1)/2 | (6+3)/2 |
                                                         | 1 1 | 3 |
 
-Without a reduction (`set_requires_gradient_sync(False)`) the rows stay and the next backward adds to them.
+The cases, and a test that shows each:
+
+    unused    EXPECTING ─▶ TAKEN with zeros, and flags that say so; others' gradients are given to this rank's shards,
+              too: test_parameters_may_be_unused_on_all_or_on_some_ranks
+    late      in IDLE a gradient comes that no backward has announced: `begin` announces the backward, which leads to
+              EXPECTING: test_a_gradient_that_nobody_expects_is_told_of
+    twice     the second gradient of a parameter is added to the first in the rows; after TAKEN it is in rows of its
+              own: test_a_graph_that_is_gone_through_twice_and_one_of_gradients_bring_what_they_do_in_plain
+    tied      autograd adds up the gradients of all uses, also in other units, before the hook is called:
+              test_a_unit_that_borrows_a_tied_weight_unshards_its_owner
+    borrowed  a large gradient that is alone in its group is its own rows, uncopied:
+              test_a_gradient_that_may_be_borrowed_is_scaled_once_it_was_summed
+    kept      EXPECTING ─▶ IDLE without a reduction (`no_sync`): the rows stay, and the next backward adds to them:
+              test_gradients_accumulate_with_and_without_reductions
+    partial   a reduction over the shard axis alone leaves its sum until replicas are summed, too:
+              test_the_all_reduce_between_replicas_may_wait_for_the_last_micro_batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from functools import partial, reduce
-from itertools import chain, starmap
-from typing import Any
+from operator import methodcaller
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import (
-    DTensorSpec,
-    after_accumulation_hooks,
-    gradient_hooks,
-    hooks_on_gradient,
-    local_tensor,
-    new_dtensor,
-)
+from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
 from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import Pending, Transport, parts
-from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
-from sherd.engine.state.flat import FlatParameter, note_gradients
+from sherd.engine.moves.buffer_views import ReduceBuffer
+from sherd.engine.moves.shard_gradients import ShardGradients
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.errors import GradientError, PolicyError
+from sherd.engine.state.parameter import num_trainable
+from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
-from sherd.tensor.ragged import RaggedDTensor, as_dtensor
+from sherd.tensor.spmd_types import unchecked
 
 
-def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Returns the reduced gradient as a user's hook (`register_hook`) changes it."""
-    changed = hook(as_dtensor(term, spec))
-    if changed is None:
-        return term
-    if not isinstance(changed, DTensor):
+class GradientObserver(Protocol):
+    def arrives(self, index: int, unsharded: torch.Tensor) -> None:
+        """Note that `unsharded`, the group's parameter `index`, has a gradient that was not taken yet."""
+
+    def borrowed(self) -> None:
+        """Note that the last gradient has become the rows."""
+
+    def copy(self, copy: Callable[[], None]) -> None:
+        """Have gradients that waited copied into the rows, by `copy()`."""
+
+    def gives_back(self) -> None:
+        """Note that the rows of a reduction are about to be freed."""
+
+
+def as_dense(gradient: torch.Tensor, group: Group, index: int) -> torch.Tensor:
+    """Returns `gradient`, which autograd accumulated for parameter number `index` of `group`, as a plain tensor.
+
+    What is summed over tensor-parallel ranks is summed in the group's reduce dtype, if that is wider, as in torch 2.15.
+
+    Raises:
+        GradientError: the gradient is sparse.
+    """
+    record = group.parameters[index]
+    if record.types is not None:
+        gradient = record.types.on_mesh(gradient)
+    if isinstance(gradient, DTensor):
+        spec, dims = record.unsharded_spec, record.mesh.dims
+        assert spec is not None, "only a DTensor parameter has a DTensor gradient"
+        names = spec.mesh.mesh_dim_names or ()
+        data_names = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        data_axes = {names.index(name) for name in data_names if name in names}
+        # The tensor-parallel axes as on the parameter. The data-parallel axes stay: the reduction sums over them.
+        wanted = [
+            have if axis in data_axes else want
+            for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
+        ]
+        is_narrow = REDUCES_IN_GRAD_DTYPE and gradient.dtype.itemsize < group.reduce_dtype.itemsize
+        summed = gradient.redistribute(placements=wanted, forward_dtype=group.reduce_dtype if is_narrow else None)
+        gradient = local_tensor(summed)
+    if gradient.layout is not torch.strided:
         raise GradientError(
-            f"{name}: a hook on its gradient returned a {type(changed).__name__}; the gradient that it was given is a "
-            "DTensor, this rank's part of the reduced one, and so must be what it returns"
+            f"{record.name}: its gradient is {gradient.layout}; only dense gradients are reduced, so build the "
+            "embedding with sparse=False"
         )
-    if changed.placements != spec.placements:
-        changed = changed.redistribute(placements=spec.placements)
-    return local_tensor(changed).contiguous()
+    if type(gradient) is torch.Tensor:
+        return gradient
+    # A tensor subclass may have no memory of its own that could be sent, or several.
+    with torch.no_grad():
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-def _laid_out(gradient: DTensor, spec: DTensorSpec, device: torch.device) -> DTensor:
-    from sherd.tensor.relayout import laid_out, lies_as  # seldom needed, so loaded late: tests/test_storeys.py
-
-    return gradient if lies_as(gradient, spec) else laid_out(gradient, spec, device)
+OnGradient = Callable[[torch.Tensor], None]
 
 
-def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor], DTensorSpec]:
-    spec = record.gradient_spec(dtype)
-    return type(as_sharded(record.optimizer_param)) if record.gradient_owner is None else RaggedDTensor, spec
+class GradientHooks:
+    """The hooks on one group's unsharded parameters.
+
+    Python is called for each gradient until two backwards bring the gradients in the same `order`. From then on it is
+    called only for the last gradient of each batch that is copied together: those in `ends`, each with all gradients
+    that have come by then. The others are noted in C.
+    """
+
+    def __init__(self, plan: BufferPlan, may_note: bool, on_gradient: OnGradient) -> None:
+        self.noted: list[torch.Tensor] = []  # parameters whose gradients came, and wait in `.grad`
+        self._plan, self._may_note, self._on_gradient = plan, may_note, on_gradient
+        self._exchange: dict[int, Callable[[OnGradient], None]] = {}
+        self.indices: dict[int, int] = {}  # by the ids of parameters
+        self._nbytes: dict[int, int] = {}
+        self.order: tuple[int, ...] = ()
+        self.ends: dict[int, Set[int]] = {}
+        # One hook for all parameters that are not in `ends`, so that one call turns all of them. A `partial` is called
+        # in C, and takes another function as it does when it is unpickled.
+        self._shared = partial(on_gradient)
+        turns = (methodcaller("__setstate__", (to, (), {}, None)) for to in (self.noted.append, on_gradient))
+        self._note, self._tell = (partial(turn, self._shared) for turn in turns)
+
+    def watch(self, index: int, parameter: torch.Tensor) -> None:
+        """Call `on_gradient(parameter)` whenever `parameter`, the group's parameter `index`, has a gradient."""
+        self.forget()
+        self._exchange[index] = exchangeable_hook(parameter, self._on_gradient)
+        self.indices[id(parameter)], self._nbytes[index] = index, parameter.nbytes
+
+    def expect(self) -> None:
+        """Note gradients from now on, if their order is learnt."""
+        if self.ends:
+            self._note()
+
+    def take(self) -> list[tuple[int, torch.Tensor]]:
+        """Returns the `noted` parameters with their indices, in the order of their gradients, and forgets them."""
+        # Emptied in place, because the hooks hold the `append` of this very list:
+        # test_no_more_gradients_wait_than_are_copied_together.
+        noted, self.noted[:] = self.noted[:], ()
+        return list(zip(map(self.indices.__getitem__, map(id, noted)), noted, strict=True))
+
+    def rest(self) -> None:
+        """Call Python for each gradient from now on. Between backwards one may arrive unexpectedly."""
+        if self.ends:
+            self._tell()
+
+    def learn(self, order: tuple[int, ...]) -> None:
+        """Learn from a backward that brought each gradient once, in this `order`; of any other it is empty."""
+        if order != self.order:
+            self.forget()
+        # In two dtypes there are two forms of each parameter, and the order learnt of one says nothing of the other.
+        elif not self.ends and self._may_note and len(self.indices) == len(self._exchange):
+            self.ends = self._plan.ends_of(order, self._nbytes)
+            for index, exchange in self._exchange.items():
+                exchange(self._on_gradient if index in self.ends else self._shared)
+        self.order = order
+
+    def forget(self) -> None:
+        """Call Python for each gradient, until the order is learnt again."""
+        self.rest()
+        self.ends, self.order = {}, ()
 
 
-@dataclass(eq=False, slots=True)
-class _Reduction:
-    handoff: Handoff
-    rows: ReduceBuffer  # returned already if a lane owns them
-    reduced: torch.Tensor
-    with_gradient: frozenset[int]
+class Stage(IntEnum):
+    """A group's gradients in the present backward. An int, because ints hash fast."""
+
+    IDLE = auto()
+    """No backward is under way. Gradients may be kept from an earlier one."""
+    EXPECTING = auto()
+    """A backward brings gradients."""
+    TAKEN = auto()
+    """A reduction has taken gradients of this backward. More may come."""
+
+
+MOVES = {
+    Stage.IDLE: {Stage.EXPECTING},
+    Stage.EXPECTING: {Stage.TAKEN, Stage.IDLE},
+    Stage.TAKEN: {Stage.IDLE},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of one backward.
+
+    Attributes:
+        num_expected: the number of the group's trainable parameters.
+        borrows: a large gradient may be sent from where autograd left it; nothing writes to it then.
+        collects_late: gradients are copied when the reduction starts.
+        contributes: gradients count. If False, they are dropped as they come.
+        dtype: the dtype of rows that the backward makes.
+        scale: turns the sum over all ranks into the mean.
+    """
+
+    num_expected: int
+    borrows: bool
+    collects_late: bool
+    contributes: bool
+    dtype: torch.dtype
     scale: Scale
-    partial: bool  # over the shard axis only: a later reduction sums over the replicas
-    to_host: bool  # `reduced` is a copy in host memory, complete once `handoff` says so
-    # What is sent, what is summed over the replicas, and what earlier backwards left. Held until compute has waited for
-    # the lane that reads them, or the lane could hand out their memory again.
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum, and the parameters of which it has gradients of this rank."""
+
+    summed: torch.Tensor
+    with_gradient: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduction in flight.
+
+    Attributes:
+        handoff: tells when it is done.
+        rows: what it sends; returned already if a lane owns the rows.
+        result: what it fills. Held with its `sources` until compute has waited for the lane.
+        scale: the factors of the mean.
+        is_partial: over the shard axis only: a later reduction sums over the replicas.
+        to_host: the result is a copy in host memory, complete once `handoff` says so.
+        sources: what is sent, what is summed over the replicas, and what earlier backwards left. The lane that reads
+            them could hand out their memory again if they were dropped before.
+    """
+
+    handoff: Handoff
+    rows: ReduceBuffer
+    result: _Sum
+    scale: Scale
+    is_partial: bool
+    to_host: bool
     sources: list[torch.Tensor]
 
 
@@ -90,16 +251,82 @@ class _HostCopy:
     """A mean on its way to host memory. `source`, if compute owns its memory, is held until the copy is complete."""
 
     handoff: Handoff
-    stored: torch.Tensor
-    with_gradient: frozenset[int]
+    mean: _Sum
     source: torch.Tensor | None = None
+
+
+class Rows:
+    """The rows of one group. At most one buffer is filled at a time; others are on their way, or wait without memory.
+
+    Attributes:
+        present: the buffer that gradients are copied to, or a borrowed gradient; None before the first one.
+    """
+
+    def __init__(self, group: Group, plan: BufferPlan, lane: CommStream) -> None:
+        self._group, self._plan = group, plan
+        self._lane = lane if plan.lane_owns_rows else None
+        self._spare: dict[torch.dtype, list[ReduceBuffer]] = {}
+        self.present: ReduceBuffer | None = None
+
+    def borrow(self, gradient: torch.Tensor) -> bool:
+        """Let `gradient`, the group's only one, be the rows. Returns False, and does nothing, if it cannot be."""
+        is_fit = self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
+        if is_fit and self.present is None:
+            self.present = ReduceBuffer.borrowed(self._group, gradient)
+            return True
+        return False
+
+    def make(self, dtype: torch.dtype) -> None:
+        """Have empty rows of `dtype`, if there are none."""
+        self.present = self.present or self._of(dtype)
+
+    def _of(self, dtype: torch.dtype) -> ReduceBuffer:
+        spare = self._spare.get(dtype)
+        return spare.pop() if spare else ReduceBuffer.freed(self._group, self._plan, dtype, self._lane)
+
+    def fill(self, gradients: MutableMapping[int, torch.Tensor], scale: float, dtype: torch.dtype) -> None:
+        """Copy in `gradients`, keyed by parameter index, times `scale`. `dtype`: of the rows, if they are made now.
+
+        If the group takes gradients of any dtype, the rows hold them in a dtype that is wide enough for all.
+        """
+        if self._group.takes_any_gradient:
+            dtype = reduce(torch.promote_types, (each.dtype for each in gradients.values()), dtype)
+            earlier = self.present
+            if earlier is not None and (wide := torch.promote_types(dtype, earlier.dtype)) != earlier.dtype:
+                self.present = self._of(wide)
+                self.present.copy(earlier)
+                self.keep_for_later(earlier)
+        if self.present is None:
+            self.present = self._of(dtype)
+        self.present.fill(gradients, scale)
+
+    def take(self, even_if_empty: bool, dtype: torch.dtype) -> ReduceBuffer | None:
+        """Returns the present rows, which belong to the caller now; without them: None, or empty rows if asked."""
+        rows, self.present = self.present, None
+        return self._of(dtype) if even_if_empty and rows is None else rows
+
+    def keep_for_later(self, rows: ReduceBuffer) -> None:
+        """Free the memory of `rows`, and keep their views for the next reduction."""
+        if rows is self.present:
+            self.present = None
+        if rows.buffer.is_ours:
+            rows.filled.clear()
+            rows.buffer.free()
+            self._spare.setdefault(rows.dtype, []).append(rows)
 
 
 class Gradients:
     """One group's gradients, from autograd to the shards' `.grad`.
 
-    `begin()` is called when a gradient comes before a backward was announced, `complete()` when every
-    trainable parameter has its gradient.
+    `begin()` is called when a gradient comes before a backward was announced, `complete()` when every trainable
+    parameter has its gradient.
+
+    Attributes:
+        stage: `IDLE`, `EXPECTING` or `TAKEN`.
+        terms: of the present backward, or of the last one.
+        partial: a sum over the shard axis, which waits for that over the replicas.
+        came: the indices of the parameters whose gradients came in this backward, in their order; True for those of
+            which autograd made two gradients.
     """
 
     def __init__(
@@ -107,69 +334,252 @@ class Gradients:
     ) -> None:
         self.group = group
         self._plan = plan
-        self.arrivals = Arrivals(group, plan, streams.reduce, begin, complete)
         self._streams = streams
+        self._begin, self._complete = begin, complete
+        self._shards = ShardGradients(group)
+        self.stage = Stage.IDLE
+        self.terms = Terms(0, False, plan.collects_late, True, group.reduce_dtype, Scale(1.0, 1.0))
+        self._known_terms: dict[tuple[object, ...], Terms] = {}
+        self.came: dict[int, bool] = {}
+        self._arrived: set[int] = set()  # parameters whose gradients came since all were complete, or were taken
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._rows = Rows(group, plan, streams.reduce)
         self._reduction: _Reduction | None = None
-        self.partial: torch.Tensor | None = None  # a sum over the shard axis, which waits for that over the replicas
-        self._partly_reduced: frozenset[int] = frozenset()
+        self.partial: _Sum | None = None
         self._host_copies: list[_HostCopy] = []
-        # For `_give`, which every backward calls: a record, a class and spec, and a view of the buffer each.
-        params = group.gradients
-        self._records = [each.record for each in params]
-        self._reduce_dtype, self._grad_dtype = group.reduce_dtype, group.grad_dtype
-        self._forms = [_form_of(each.record, group.grad_dtype) for each in params]
-        self._flat = flat if isinstance(flat := params[0].parameter, FlatParameter) else None
-        strides = [torch.empty(each.shape, device="meta").stride() for each in params]
-        self._views = [(each.shape, of_it, each.extent.start) for each, of_it in zip(params, strides, strict=True)]
-        self._numel = group.gradient_packing.shard_numels[group.mesh.piece]  # without flags
+        self._observer: GradientObserver | None = None
+        # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
+        self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
+        this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
+
+        @dynamo_disabled
+        def arrived(unsharded: torch.Tensor) -> None:
+            gradients = this()
+            if gradients is not None:
+                gradients._told_of(gradients._hooks.indices[id(unsharded)], unsharded)
+
+        is_typed = any(each.types is not None for each in group.parameters)
+        told = unchecked(arrived) if is_typed else arrived
+        self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, told)
+
+    def watch(self, index: int, parameter: nn.Parameter) -> None:
+        """Take the gradients of `parameter`, an unsharded form of the group's parameter `index`."""
+        if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
+            return
+        # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter gets the hook, too,
+        # because it may be trained later.
+        self._hooks.watch(index, parameter.requires_grad_(True))
+        parameter.requires_grad_(self.group.parameters[index].requires_grad)
+
+    # Questions
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
-        return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.num_expected > 0
+        return (policy.reduce_unused or self.group.num_flags > 0) and self.terms.num_expected > 0
+
+    @property
+    def expects_all(self) -> bool:
+        """Whether all parameters of the group are trainable."""
+        return self.terms.num_expected == len(self.group.parameters)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are gradients that no reduction took."""
+        return bool(
+            self._waiting or self._hooks.noted or (self._rows.present is not None and self._rows.present.filled)
+        )
+
+    @property
+    def has_received(self) -> bool:
+        """Whether the present backward has brought a gradient."""
+        return bool(self.came or self._hooks.noted)
 
     @property
     def is_in_flight(self) -> bool:
         return self._reduction is not None
 
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The dtype in which many micro-batches are added up: the shards', if the reduce dtype is narrower."""
+        return torch.promote_types(self.group.reduce_dtype, self.group.dtype)
+
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Yields every buffer, freed ones too: what a memory report counts."""
-        yield from self.arrivals.held()
+        """Yields every buffer and gradient, freed buffers too: what a memory report counts."""
+        for gradient in (*(each.grad for each in self._hooks.noted), *self._waiting.values()):
+            if gradient is not None:
+                yield MemoryKind.ARRIVED, gradient
+        if self._rows.present is not None:
+            yield MemoryKind.GRADIENT_ROWS, self._rows.present.buffer.tensor
         if self._reduction is not None:
             yield MemoryKind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
-            yield MemoryKind.REDUCED, self._reduction.reduced
-            for source in self._reduction.sources:
-                yield MemoryKind.REDUCED, source
+            for summed in (self._reduction.result.summed, *self._reduction.sources):
+                yield MemoryKind.REDUCED, summed
         for host_copy in self._host_copies:
-            yield MemoryKind.REDUCED, host_copy.stored
+            yield MemoryKind.REDUCED, host_copy.mean.summed
         if self.partial is not None:
-            yield MemoryKind.REDUCED, self.partial
+            yield MemoryKind.REDUCED, self.partial.summed
 
-    # Reducing
+    @contextmanager
+    def observed(self, observer: GradientObserver) -> Iterator[None]:
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    # A backward
+
+    def _move(self, to: Stage) -> None:
+        assert to in MOVES[self.stage], f"gradients of {self.group.name} cannot go from {self.stage} to {to}"
+        self.stage = to
+
+    def expect(self, divide_by: float, may_borrow: bool, reduces: bool, is_one_of_many: bool, contributes: bool) -> int:
+        """Prepare for a backward. Returns the number of the group's trainable parameters.
+
+        Args:
+            divide_by: the divisor of the summed gradients.
+            may_borrow: nothing but the reduction reads the rows.
+            reduces: this backward ends with a reduction.
+            is_one_of_many: this backward is inside `accumulate`.
+            contributes: the gradients count.
+        """
+        if self.stage is Stage.IDLE:
+            self._move(Stage.EXPECTING)
+        if contributes and self._observer is None:
+            self._hooks.expect()
+        num_expected = num_trainable(self.group.parameters)
+        if num_expected != len(self._hooks.order):
+            self._hooks.forget()  # others are trained now
+        asked = (divide_by, may_borrow, reduces, is_one_of_many, contributes, num_expected)
+        if asked not in self._known_terms:
+            plan, borrows = self._plan, may_borrow and self._plan.may_borrow
+            dtype = self.summed_in if is_one_of_many and not reduces else self.group.reduce_dtype
+            scale = plan.scale_for(divide_by, borrows)
+            terms = Terms(num_expected, borrows, plan.collects_late and reduces, contributes, dtype, scale)
+            self._known_terms[asked] = terms
+        self.terms = self._known_terms[asked]
+        return num_expected
+
+    def _told_of(self, index: int, unsharded: torch.Tensor) -> None:
+        """Take the gradient of `unsharded`, the group's parameter `index`, and all that were noted before."""
+        if unsharded.grad is None:
+            return  # frozen since its forward: autograd calls the hook and accumulates nothing
+        if self.stage is Stage.IDLE:
+            self._begin()
+        self._hooks.noted.append(unsharded)
+        self._take_noted()
+        if self._hooks.ends and self._hooks.ends.get(index) != self._arrived:
+            self._hooks.forget()  # a gradient is missing, or comes in another order
+        is_complete = len(self._arrived) >= self.terms.num_expected
+        if is_complete:
+            self._hooks.rest()
+        # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
+        waits = self.terms.collects_late and self._rows.present is None
+        if not waits and (is_complete or sum(each.nbytes for each in self._waiting.values()) >= self._plan.batch_bytes):
+            self._collect()
+        if is_complete:
+            self._arrived.clear()
+            self._complete()
+
+    def _take_noted(self) -> None:
+        """Take the gradients of the noted parameters. They wait, or one is borrowed as the rows."""
+        gradients: dict[int, torch.Tensor] = {}
+        for index, unsharded in self._hooks.take():
+            if self._observer is not None:
+                self._observer.arrives(index, unsharded)
+            # Taken off the parameter, or autograd would add the next gradient in place, to memory that may be on its
+            # way as borrowed rows.
+            gradient, unsharded.grad = unsharded.grad, None
+            if gradient is not None or index in self.came:
+                self.came[index] = index in self.came
+            if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
+                is_dense = self._is_plain and type(gradient) is torch.Tensor and gradient.layout is torch.strided
+                gradients[index] = gradient if is_dense else as_dense(gradient, self.group, index)
+        if not self._waiting.keys().isdisjoint(gradients):
+            # The second gradient of a parameter, from another reentrant checkpoint, is added to the first in the rows.
+            self._collect()
+        self._arrived.update(gradients)
+        terms = self.terms
+        if terms.contributes and terms.borrows and self._rows.borrow(*gradients.values()):
+            if self._observer is not None:
+                self._observer.borrowed()
+        elif terms.contributes:
+            self._waiting.update(gradients)
+
+    def _collect(self) -> None:
+        """Copy all waiting and noted gradients into the rows."""
+        if self._hooks.noted:
+            self._take_noted()
+        if not self._waiting:
+            return
+        if self._observer is None:
+            self._copy()
+        else:
+            self._observer.copy(self._copy)
+
+    def _copy(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._rows.fill(waiting, self.terms.scale.before, self.terms.dtype)
+
+    def _give_back(self, rows: ReduceBuffer) -> None:
+        """Free the memory of `rows`, and keep their views for the next reduction."""
+        # Compute is ordered after the reduction, unless the reduce lane owns the rows: it reuses memory in its order.
+        if self._observer is not None:
+            self._observer.gives_back()
+        self._rows.keep_for_later(rows)
+
+    def have_zeros(self) -> None:
+        """Have rows for the next reduction. Without gradients they are zero."""
+        self._rows.make(self.terms.dtype)
+
+    def end_backward(self) -> bool:
+        """Note the end of the backward. Gradients that no reduction took stay in the rows, and the next are added.
+
+        Returns:
+            True if one parameter got two gradients in the backward.
+        """
+        if self._waiting or self._hooks.noted:
+            self._collect()
+        self._hooks.rest()
+        came_twice = True in self.came.values()
+        if self.came:
+            came_once = not came_twice and len(self.came) == self.terms.num_expected
+            self._hooks.learn(tuple(self.came) if came_once else ())
+            self.came.clear()
+        self.stage = Stage.IDLE  # from wherever they are
+        self._arrived.clear()
+        return came_twice
+
+    # A reduction
 
     def collect(self) -> None:
         """Copy waiting gradients into the rows, if the reduce lane owns the rows."""
         if self._plan.lane_owns_rows:
-            self.arrivals.collect()
+            self._collect()
 
     def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
         """Start the reduction: over the shard axis, and over the replicas if `policy` says so."""
         awaits_replicas = self.partial is not None and policy.all_reduce_gradients  # of earlier backwards
-        rows = self.arrivals.take(even_if_empty=awaits_replicas or self.may_lack(policy))
+        if self._waiting or self._hooks.noted:
+            self._collect()
+        self._arrived.clear()
+        if self.stage is Stage.EXPECTING:
+            self._move(Stage.TAKEN)
+        rows = self._rows.take(awaits_replicas or self.may_lack(policy), self.terms.dtype)
         if rows is None:
             return
-        group, mesh = self.group, self.group.mesh
+        group, mesh, plan = self.group, self.group.mesh, self._plan
         if group.takes_any_gradient:
-            self._take_dtype_of(rows, policy)
+            self._shards.take_dtype(rows.dtype, policy, is_added=self.partial is not None)
         rows.complete()
-        sizes = self._plan.reduced_by_rank
+        sizes, reduce_dtype = plan.reduced_by_rank, self._shards.form.reduce_dtype
         result: list[torch.Tensor] = []
         sent = rows.buffer.tensor
-        sent = sent if sent.dtype == self._reduce_dtype else sent.to(self._reduce_dtype)  # else added wider
+        sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
 
         def scatter(async_op: bool) -> Pending | None:
-            dtype = transport.sum_dtype(self._reduce_dtype)
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
-            reduced = transport.empty(sizes[mesh.shard_rank], dtype, group.device)
+            reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
             result.append(reduced)
             return transport.reduce_scatter(reduced, sent, sizes, async_op)
 
@@ -178,46 +588,29 @@ class Gradients:
         self._streams.reduce.follow_compute()
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
-        replicated = mesh.num_replicas > 1
-        is_lanes = self._plan.lane_owns_rows and sent is rows.buffer.tensor
-        sources = [] if is_lanes else [sent]
-        if replicated and policy.all_reduce_gradients:
-            earlier, self.partial = self.partial, None
-            sources += [reduced] if earlier is None else [reduced, earlier]
-            reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
+        sources = [] if plan.lane_owns_rows and sent is rows.buffer.tensor else [sent]
         with_gradient = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
-        is_partial = replicated and not policy.all_reduce_gradients
-        scale = self.arrivals.scale
-        reduction = _Reduction(handoff, rows, reduced, with_gradient, scale, is_partial, False, sources)
-        self._reduction = reduction
-        if self._plan.lane_owns_rows:
+        is_partial = mesh.num_replicas > 1 and not policy.all_reduce_gradients
+        if mesh.num_replicas > 1 and policy.all_reduce_gradients:
+            earlier, self.partial = self.partial, None
+            sources += [reduced] if earlier is None else [reduced, earlier.summed]
+            with_gradient |= frozenset() if earlier is None else earlier.with_gradient
+            reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
+        if plan.lane_owns_rows:
             # Freed while the reduce-scatter is only queued: the lane's pool gives the memory to later work of the lane.
-            self.arrivals.give_back(rows)
-        if group.is_offloaded and not is_partial and policy.all_reduce_hook is None:
+            self._give_back(rows)
+        scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
+        if to_host:
             # On the lane that made the sum: the memory of the sum goes back to it.
             lane = self._streams.reduce if mesh.num_replicas == 1 else self._streams.all_reduce
-            stored, handoff = self._store(partial(self._as_gradient, reduced, scale), lane, handoff)
-            self._reduction = replace(reduction, handoff=handoff, reduced=stored, to_host=True)
-
-    def _take_dtype_of(self, rows: ReduceBuffer, policy: UnitPolicy) -> None:
-        """Reduce in the dtype of `rows`, in which gradients of any dtype have come.
-
-        Raises:
-            PolicyError: ranks without a gradient, which send zeros, would not know the dtype.
-        """
-        if policy.reduce_unused:
-            raise PolicyError(
-                f"{self.group.name} has grad_dtype=None, and set_reduce_scatter_unused_params(True) lets ranks without "
-                "its gradient send zeros, whose dtype is unknown; give MixedPrecisionPolicy(reduce_dtype=...)"
-            )
-        earlier = [] if self.partial is None else [self._reduce_dtype]
-        self._reduce_dtype = self._grad_dtype = reduce(torch.promote_types, earlier, rows.buffer.tensor.dtype)
-        self._forms = [_form_of(record, self._grad_dtype) for record in self._records]
+            reduced, handoff = self._store(partial(self._shards.mean, reduced, scale), lane, handoff)
+        mean = _Sum(reduced, with_gradient)
+        self._reduction = _Reduction(handoff, rows, mean, scale, is_partial, to_host, sources)
 
     def _sum_over_replicas(
         self,
         reduced: torch.Tensor,
-        earlier: torch.Tensor | None,
+        earlier: _Sum | None,
         scattered: Handoff,
         user: Callable[[torch.Tensor], None] | None,
     ) -> tuple[torch.Tensor, Handoff]:
@@ -230,7 +623,7 @@ class Gradients:
         def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 # `earlier` is as wide as the shards. It is added in that width, and sent in the reduce dtype.
-                reduced.copy_(earlier.add_(reduced))
+                reduced.copy_(earlier.summed.add_(reduced))
             if mesh.shards_replicas:
                 transport = mesh.replicate_transport
                 own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
@@ -262,22 +655,25 @@ class Gradients:
         if not reduction.to_host or reduction.sources:
             reduction.handoff.wait()
         if not self._plan.lane_owns_rows:
-            self.arrivals.give_back(reduction.rows)
-        reduced, with_gradient, scale = reduction.reduced, reduction.with_gradient, reduction.scale
-        if reduction.partial:
-            self.partial = reduced.to(self.arrivals.summed_in) if self.partial is None else self.partial.add_(reduced)
-            self._partly_reduced |= with_gradient
+            self._give_back(reduction.rows)
+        reduced, with_gradient, scale = reduction.result.summed, reduction.result.with_gradient, reduction.scale
+        if reduction.is_partial:
+            earlier = self.partial
+            self.partial = (
+                _Sum(reduced.to(self.summed_in), with_gradient)
+                if earlier is None
+                else _Sum(earlier.summed.add_(reduced), earlier.with_gradient | with_gradient)
+            )
             return
-        with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
         if reduction.to_host:
-            self._host_copies.append(_HostCopy(reduction.handoff, reduced, with_gradient))
+            self._host_copies.append(_HostCopy(reduction.handoff, reduction.result))
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
-        if scale.after != 1.0 or reduced.dtype != self._grad_dtype:
-            reduced = self._as_gradient(reduced, scale)
+        if scale.after != 1.0 or reduced.dtype != self._shards.form.dtype:
+            reduced = self._shards.mean(reduced, scale)
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         if hook is not None:
-            without_flags = reduced[: self._numel]
+            without_flags = reduced[: self._shards.numel]
             if stream is None:
                 hook(without_flags)
             else:
@@ -286,113 +682,53 @@ class Gradients:
             # Compute has written `reduced` last: the factor, or what the user's hook made of it.
             self._streams.reduce.follow_compute()
             stored, handoff = self._store(lambda: reduced, self._streams.reduce)
-            self._host_copies.append(_HostCopy(handoff, stored, with_gradient, reduced))
+            self._host_copies.append(_HostCopy(handoff, _Sum(stored, with_gradient), reduced))
             return
         if len(with_gradient) < len(self.group.parameters):
-            with_gradient = self._anywhere(reduced, with_gradient)
-        self._give(reduced, with_gradient)
+            with_gradient = self._shards.anywhere(reduced, with_gradient)
+        self._shards.give(reduced, with_gradient)
 
     def land(self) -> None:
         """Wait for copies to host memory, and add them to the shards' gradients, which optimizers read on the host."""
-        host_copies, self._host_copies = self._host_copies, []
-        for host_copy in host_copies:
+        while self._host_copies:
+            host_copy = self._host_copies.pop(0)
             host_copy.handoff.wait_on_host()
-            self._give(host_copy.stored, self._anywhere(host_copy.stored, host_copy.with_gradient))
-
-    def _give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
-        """Add `reduced`, laid out as `gradient_packing` says, to the `.grad` of the parameters `with_gradient`.
-
-        Each gradient is a view of `reduced`, which lives as long as one of the gradients does.
-
-        Raises:
-            GradientError: a `.grad` is no DTensor, or a user's hook on a gradient returned no DTensor.
-        """
-        sums: list[torch.Tensor] = []
-        terms: list[torch.Tensor] = []
-        hooked: list[nn.Parameter] = []
-        parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
-        have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
-        lacks_some = len(with_gradient) < len(self.group.parameters)
-        begin = reduced.storage_offset()
-        views = starmap(
-            reduced.as_strided, [(*view, at + begin) for *view, at in self._views] if begin else self._views
-        )
-        each_of = zip(self.group.gradients, parameters, self._forms, views, strict=True)
-        for optimizer_param, parameter, (tensor_class, spec), term in each_of:
-            if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
-                continue
-            for gap in optimizer_param.gaps:
-                # The reduction leaves any values in padding, and a norm would see it.
-                reduced[gap.start : gap.stop].zero_()
-            # A unit's backward accumulates into unsharded parameters, so torch calls no hook on a shard:
-            # test_hooks_on_parameters_see_the_reduced_gradients_and_may_step.
-            for hook in gradient_hooks(parameter) if have_hooks else ():
-                term = _changed_by_hook(optimizer_param.name, hook, term, spec)
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad = new_dtensor(tensor_class, term, spec)
-            elif isinstance(gradient, DTensor):
-                if gradient._spec is not spec:  # a user's, or of a penalty: `weight.sum()` gives replicated ones
-                    gradient = parameter.grad = _laid_out(gradient, spec, term.device)
-                sums.append(local_tensor(gradient))
-                terms.append(term)
-            else:
-                raise GradientError(
-                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
-                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
-                )
-            if self._flat is not None and (lacks_some or gradient is not None):
-                note_gradients(self._flat, with_gradient, gradient is None)
-            if have_hooks:
-                hooked.append(parameter)
-        if sums:
-            torch._foreach_add_(sums, terms)
-        # After all sums: such a hook may step an optimizer.
-        for parameter in hooked:
-            for hook in after_accumulation_hooks(parameter):
-                hook(parameter)
-
-    def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
-        dtype = self._grad_dtype
-        if scale.after != 1.0:
-            reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
-            reduced.mul_(scale.after)
-        return reduced if reduced.dtype == dtype else reduced.to(dtype)
-
-    def _anywhere(self, reduced: torch.Tensor, local: frozenset[int]) -> frozenset[int]:
-        """Returns the trainable parameters that have a gradient on this rank (`local`) or another one."""
-        flags = reduced[self._numel :]
-        missing = [i for i, each in enumerate(self.group.parameters) if i not in local and each.requires_grad]
-        if not missing or not self.group.num_flags:
-            return local
-        # On an accelerator the host waits for the flags. So they are read only in steps where something is missing.
-        values = flags.tolist()
-        return local.union(index for index in missing if values[index] != 0)
+            stored = host_copy.mean.summed
+            self._shards.give(stored, self._shards.anywhere(stored, host_copy.mean.with_gradient))
 
     # Giving up
 
     def drop_unreduced(self) -> None:
         """Drop gradients that no reduction took (`no_sync`), and sums over the shard axis alone."""
-        self.arrivals.drop()
+        if self._hooks.noted:
+            self._take_noted()
+        self._waiting.clear()
+        if self._rows.present is not None:
+            self._give_back(self._rows.present)
         self.partial = None
-        self._partly_reduced = frozenset()
 
     def drop_unreduced_of(self, indices: frozenset[int]) -> None:
+        """Drop those of the parameters `indices`."""
         if len(indices) == len(self.group.parameters):
             self.drop_unreduced()
             return
-        self.arrivals.drop_of(indices)
+        self._collect()
+        if self._rows.present is not None:
+            self._rows.present.filled -= indices
+            if not self._rows.present.filled:
+                self._give_back(self._rows.present)
         if self.partial is None:
             return
         group, mesh = self.group, self.group.mesh
         pieces = mesh.pieces_of(mesh.shard_rank)
         with torch.no_grad():
-            for piece, part in zip(pieces, parts(self.partial, self._plan.reduced_by_piece.of(pieces)), strict=True):
+            by_piece = parts(self.partial.summed, self._plan.reduced_by_piece.of(pieces))
+            for piece, part in zip(pieces, by_piece, strict=True):
                 for index in indices:
                     extent = group.gradient_packing.slots[index].held(piece)
                     part[extent.start : extent.stop].zero_()
                     part[group.gradient_packing.shard_numels[piece] + index] = 0  # the flag
-        self._partly_reduced -= indices
+        self.partial = replace(self.partial, with_gradient=self.partial.with_gradient - indices)
 
     def discard(self) -> None:
         """Drop everything that has not reached the shards."""
@@ -400,7 +736,7 @@ class Gradients:
             # The rows may still be on their way, and compute's pool must not hand them out before.
             self._reduction.handoff.wait()
             if not self._plan.lane_owns_rows:
-                self.arrivals.give_back(self._reduction.rows)
+                self._give_back(self._reduction.rows)
             self._reduction = None
         for host_copy in self._host_copies:
             host_copy.handoff.wait_on_host()

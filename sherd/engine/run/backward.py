@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from sherd.engine.moves.arrivals import Arrivals
-from sherd.engine.moves.gradients import Gradients
+from sherd.engine.moves.gradients import Gradients, Stage
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
@@ -25,6 +25,24 @@ RECOMPUTED = -1
 """Stands for a recomputation of the unit among the numbers of groups."""
 
 
+@dataclass(slots=True)
+class Expected:
+    """The gradients that a backward is to bring for a unit.
+
+    Attributes:
+        num_groups: the groups with a trainable parameter.
+        num_trained: the trainable parameters.
+        reduces_when_complete: the unit is reduced as soon as all of its gradients have arrived. False if another rank
+            may lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
+        when_complete: the call for a group that has all of its gradients; None after the backward.
+    """
+
+    num_groups: int
+    num_trained: int
+    reduces_when_complete: bool
+    when_complete: WhenComplete | None
+
+
 class Backward:
     """One unit's part in the present backward, and what the last backward taught.
 
@@ -36,28 +54,25 @@ class Backward:
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
-        reduces_when_complete: the unit is reduced as soon as all of its gradients have arrived. False if another rank
-            may lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
+        expected: of the present backward, or the last one.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
         self.is_entered = self.is_recorded = False
         self.enter_backward = enter
         self._num_ranks = float(num_ranks)
-        self._weights: Sequence[Weights] = ()
-        self._gradients: Sequence[Gradients] = ()
-        self.unflagged: list[Arrivals] = []
-        self.reduces_when_complete = self._has_flags = False
-        self._when_complete: WhenComplete | None = None
-        self._num_expected = self._num_completed = self.num_trained = 0
+        self._weights: list[Weights] = []
+        self._gradients: list[Gradients] = []
+        self.unflagged: list[Gradients] = []
+        self.expected = Expected(0, 0, False, None)
+        self._num_completed = 0
         self._seen: list[int] = []
         self._is_gone_through_once = self.is_under_other_hooks = False
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
-        self._weights, self._gradients = weights, gradients
-        self.unflagged = [of_group.arrivals for of_group in gradients if not of_group.group.num_flags]
-        self._has_flags = len(self.unflagged) < len(gradients)
-        self._seen = []
+        self._weights[:], self._gradients[:] = weights, gradients
+        self.unflagged[:] = [each for each in gradients if not each.group.num_flags]
+        self._seen.clear()
         self._is_gone_through_once = False
 
     def completed(self, group: int) -> Callable[[], None]:
@@ -80,34 +95,33 @@ class Backward:
             is_alone: there is no other unit, whose collectives could come in between.
         """
         self.is_entered = True
-        self.reduces_when_complete = is_alone or not (self._has_flags or policy.reduce_unused)
         self.is_recorded |= torch.is_grad_enabled()
-        self._when_complete = when_complete
-        self._num_completed = self.num_trained = 0
-        self._num_expected = self._expect_of(self._gradients, policy)
+        self._num_completed = 0
+        has_flags = self.unflagged != self._gradients
+        reduces = is_alone or not (has_flags or policy.reduce_unused)
+        self.expected = Expected(*self._expect_of(self._gradients, policy), reduces, when_complete)
 
-    def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> int:
-        """Prepare the groups `expected`. Returns the number of groups with a trainable parameter."""
+    def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> tuple[int, int]:
+        """Prepare the groups `expected`. Returns the number of groups with trainable parameters, and that of these."""
+        num_groups = num_trained = 0
         divide_by = self._num_ranks if policy.divide_factor is None else policy.divide_factor
         may_borrow, is_one_of_many = policy.reduce_scatter is None, policy.accumulation is not None
-        num_expected = 0
         for gradients in expected:
-            num_expected += gradients.arrivals.expect(
-                divide_by, may_borrow, policy.reduce_gradients, is_one_of_many, policy.contributes
-            )
-            self.num_trained += gradients.arrivals.num_expected
-        return num_expected
+            num = gradients.expect(divide_by, may_borrow, policy.reduce_gradients, is_one_of_many, policy.contributes)
+            num_groups += num > 0
+            num_trained += num
+        return num_groups, num_trained
 
     @contextmanager
     def reducing_for_others(self, policy: UnitPolicy) -> Iterator[None]:
         """Prepare the unit for a reduction inside this context as a backward does, even if none reaches the unit."""
-        idle = [gradients for gradients in self._gradients if not gradients.arrivals.is_expecting]
+        idle = [gradients for gradients in self._gradients if gradients.stage is Stage.IDLE]
         self._expect_of(idle, policy)
         try:
             yield
         finally:
             for gradients in idle:
-                gradients.arrivals.end_backward()
+                gradients.end_backward()
 
     def recompute_begins(self) -> None:
         """Note that a forward of the unit begins inside backward (activation checkpointing)."""
@@ -120,14 +134,12 @@ class Backward:
     def end(self) -> None:
         """Note that backward is over: missing gradients will not arrive."""
         self.is_entered = self.is_recorded = False
-        self._when_complete = None
+        self.expected.when_complete = None
         self._num_completed = 0
+        came_twice = [gradients.end_backward() for gradients in self._gradients]
         if self._seen:  # else backward did not reach the unit, and teaches nothing
-            came_twice = True in [gradients.arrivals.came_twice for gradients in self._gradients]
-            self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
+            self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and True not in came_twice
             self._seen.clear()
-        for gradients in self._gradients:
-            gradients.arrivals.end_backward()
         for weights in self._weights:
             weights.end_backward()
 
@@ -135,13 +147,14 @@ class Backward:
         """Note that every trainable parameter of `group` has its gradient."""
         self._seen.append(group)
         self._num_completed += 1
-        is_last = self._num_completed >= self._num_expected
+        is_last = self._num_completed >= self.expected.num_groups
         # Backward may go through the unit again, for another forward, and then counts from zero.
         if is_last:
             self._num_completed = 0
-        if self._when_complete is not None and (self.reduces_when_complete or not is_last):
+        tell = self.expected.when_complete
+        if tell is not None and (self.expected.reduces_when_complete or not is_last):
             completed = None if is_last else group
-            self._when_complete(completed, self._is_done(completed))
+            tell(completed, self._is_done(completed))
 
     def drop_unreduced(self) -> None:
         """Drop gradients that wait for a reduction, or for the second half of one."""
@@ -152,7 +165,7 @@ class Backward:
 
     @property
     def has_unreduced(self) -> bool:
-        return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
+        return any(gradients.partial is not None or gradients.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
         """Returns whether this rank takes part in a reduction of the unit now.
@@ -164,9 +177,9 @@ class Backward:
         """
         was_reduced = True
         for gradients in self._gradients:
-            if gradients.arrivals.has_any or (gradients.partial is not None and policy.all_reduce_gradients):
+            if gradients.has_any or (gradients.partial is not None and policy.all_reduce_gradients):
                 return True
-            was_reduced = was_reduced and gradients.arrivals.was_taken
+            was_reduced = was_reduced and gradients.stage is Stage.TAKEN
         if was_reduced or not self.is_entered or not policy.reduce_gradients:
             return False
         return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
@@ -177,17 +190,17 @@ class Backward:
         `present` is a bit mask of the groups that have gradients. The last group has the lowest bit.
         """
         absent = [at for at in range(len(self.unflagged)) if not present >> (len(self.unflagged) - 1 - at) & 1]
-        return [parameter.name for at in absent for parameter in self.unflagged[at].parameters]
+        return [parameter.name for at in absent for parameter in self.unflagged[at].group.parameters]
 
     def lack_nothing(self, present: int) -> None:
         """Fill with zeros the gradients of the `unflagged` groups in `present`, the bit mask of another rank."""
-        for at, arrivals in enumerate(reversed(self.unflagged)):
+        for at, gradients in enumerate(reversed(self.unflagged)):
             if present >> at & 1:
-                arrivals.have_zeros()
+                gradients.have_zeros()
 
     @property
     def has_received(self) -> bool:
-        return any(gradients.arrivals.has_received for gradients in self._gradients)
+        return any(gradients.has_received for gradients in self._gradients)
 
     @property
     def awaits_gradients(self) -> bool:
@@ -207,7 +220,7 @@ class Backward:
         if not self._is_gone_through_once or (group is not None and self.is_under_other_hooks):
             return False
         for chosen in range(len(self._weights)) if group is None else (group,):
-            if not (self._gradients[chosen].arrivals.expects_all and self._weights[chosen].is_unread):
+            if not (self._gradients[chosen].expects_all and self._weights[chosen].is_unread):
                 return False
         return True
 

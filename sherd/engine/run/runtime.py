@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -31,13 +31,13 @@ from sherd._torch import (
     write_into,
 )
 from sherd.comm.groups import default_group, require_alive
-from sherd.engine.moves.arrivals import GradientObserver
+from sherd.engine.moves.gradients import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.monitor import agree_on_call, monitors_of
 from sherd.engine.run.tape import Observer, Tape
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.unit import Unit, UnitRuntime
 from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.engine.state.loads import forget_loads
 from sherd.engine.state.ownership import require_not_torchs
@@ -97,7 +97,7 @@ class ForwardCall:
     watches: bool
 
 
-class Runtime:
+class Runtime(UnitRuntime):
     """The runtime of one model. The root module holds it, and it holds no module.
 
     Attributes:
@@ -110,8 +110,6 @@ class Runtime:
         reduction: what the handle of an unfinished `finalize_backward` holds, if there is one.
     """
 
-    over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
-    """Returns the runtime that a unit is sealed into, or None. In C, because every hook asks."""
     agree_on_call = staticmethod(agree_on_call)
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], external_units: Collection[int] = ()) -> None:
@@ -138,6 +136,12 @@ class Runtime:
         self.schedule = Schedule(())
         self.tape = Tape(self.schedule, self.units, monitors)
         self.revise()
+
+    @staticmethod
+    def over(unit: Unit) -> Runtime | None:
+        """Returns the runtime that `unit` is sealed into, or None."""
+        runtime: Runtime | None = unit.sealed_into()
+        return runtime
 
     @staticmethod
     def of(unit: Unit, module: nn.Module) -> Runtime:
@@ -519,7 +523,7 @@ class Runtime:
             for number, unit in enumerate(self.units):
                 for group, gradients in enumerate(unit.gradients):
                     observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
-                    observers.enter_context(gradients.arrivals.observed(observer_of_group))
+                    observers.enter_context(gradients.observed(observer_of_group))
             yield
 
     # When things go wrong
@@ -591,22 +595,12 @@ class Runtime:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
-class UncheckedRuntime(Runtime):
-    """The runtime of a model with typed parameters: what it does itself is not checked while the user's forward is."""
-
-    enter = unchecked(Runtime.enter)
-    leave = unchecked(Runtime.leave)
-    before_backward = unchecked(Runtime.before_backward)
-    after_backward = unchecked(Runtime.after_backward)
-    unshard = unchecked(Runtime.unshard)
-    finish_unshard = unchecked(Runtime.finish_unshard)
-    reshard = unchecked(Runtime.reshard)
-    show_shards = unchecked(Runtime.show_shards)
-    finalize_backward = unchecked(Runtime.finalize_backward)
-    finish_reductions = unchecked(Runtime.finish_reductions)
-    reset = unchecked(Runtime.reset)
-    _gradients_complete = unchecked(Runtime._gradients_complete)
-    _end_backward = unchecked(Runtime._end_backward)
+_IN_HOOKS = ("enter", "leave", "before_backward", "after_backward", "_gradients_complete", "_end_backward")
+_CALLED = ("unshard", "finish_unshard", "reshard", "show_shards", "finalize_backward", "finish_reductions", "reset")
+UncheckedRuntime = type(
+    "UncheckedRuntime", (Runtime,), {name: unchecked(getattr(Runtime, name)) for name in _IN_HOOKS + _CALLED}
+)
+"""The runtime of a model with typed parameters: what it does itself is not checked while the user's forward is."""
 
 
 def outdated(units: Sequence[Unit]) -> list[Unit]:
@@ -686,7 +680,7 @@ def seal(root: nn.Module) -> Runtime:
     for record in (parameter for unit in units for parameter in unit.parameters):
         require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
     is_typed = any(record.types is not None for unit in units for record in unit.parameters)
-    runtime = (UncheckedRuntime if is_typed else Runtime)(root, units, external_units=owners)
+    runtime: Runtime = (UncheckedRuntime if is_typed else Runtime)(root, units, external_units=owners)
     for unit in units:
         unit.notice_moved()
         if unit.keep_grad_dtypes() or not unit.shards.are_in_buffer:

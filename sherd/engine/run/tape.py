@@ -2,7 +2,7 @@
 
     event           the schedule's edge                    its calls, bound once
     BeforeForward   Await(2), Gather(3)                    unit2.wait(), unit3.gather()
-                    with an monitor                       monitor.waits(unit2.wait), monitor.starts(unit3.gather)
+                    with a monitor                        monitor.waits(unit2.wait), monitor.starts(unit3.gather)
 
 The calls look at the groups and the policy of a unit when they are played. Changing them needs no rebinding; a
 new edge does, and an observer that comes or goes.

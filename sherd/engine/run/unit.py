@@ -1,37 +1,26 @@
-"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy in force.
-
-The schedule decides for whole units; a unit carries each decision out on its groups, one after the other.
-"""
+"""One unit: the modules of one `fully_shard` call, their names, and what the user and the optimizer ask of them."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict, deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from sherd._torch import in_backward, say_fully_sharded, write_into
-from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
-from sherd.comm.transport import Transport
-from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.gradients import Gradients
-from sherd.engine.moves.selfgather import SelfGatheredWeights
-from sherd.engine.moves.weights import Weights
-from sherd.engine.run.backward import Backward, if_alive
-from sherd.engine.state.compared import Compared
+from sherd.engine.run.backward import if_alive
+from sherd.engine.run.unit_groups import UnitGroups
 from sherd.engine.state.fetching import RestingPlace
-from sherd.engine.state.group import Group, batches_of
-from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import UNIT
-from sherd.engine.state.parameter import ParameterPlace, ShardedParameter, notice_replaced
+from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
@@ -39,22 +28,32 @@ from sherd.schedule.state import Live
 
 _ids = itertools.count()
 
-TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
-"""A forward pre-hook that is installed while its unit is at rest only: the dict of a module's hooks, key, hook."""
 
+class UnitRuntime(ABC):
+    """The part of a runtime that its units call. `Runtime` is the only one; its module imports this one."""
 
-class _Runtime(Protocol):
-    """The methods of `Runtime` that a unit calls. An import of `Runtime` itself would be circular."""
+    units: Sequence[Unit]
 
     @property
-    def units(self) -> Sequence[Unit]: ...
-    @property
-    def is_idle(self) -> bool: ...
-    def show_shards(self, unit: Unit) -> None: ...
-    def shards_written(self, unit: Unit) -> None: ...
-    def before_backward(self, unit: Unit) -> None: ...
-    def finish_unshard(self, unit: Unit) -> None: ...
-    def reset(self) -> None: ...
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether no forward or backward is under way, and no reduction is in flight."""
+
+    @abstractmethod
+    def show_shards(self, unit: Unit) -> None:
+        """Free the unsharded parameters of `unit`, for a caller that reads or writes shards."""
+
+    @abstractmethod
+    def shards_written(self, unit: Unit) -> None:
+        """Free the unsharded parameters of `unit`, because its shards have new values."""
+
+    @abstractmethod
+    def before_backward(self, unit: Unit) -> None:
+        """Unshard `unit`, because autograd reaches it."""
+
+    @abstractmethod
+    def finish_unshard(self, unit: Unit) -> None:
+        """Wait for the all-gather of `unit`, if one is in flight."""
 
 
 class ModuleRuns:
@@ -91,25 +90,18 @@ meshes: weakref.WeakValueDictionary[int, DataMesh] = weakref.WeakValueDictionary
 """The meshes of units, by their ids, in the order of their first units."""
 
 
-class Unit:
+class Unit(UnitGroups):
     """The modules of one `fully_shard` call, whose parameters are gathered and freed as one.
 
     A unit holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
 
     Attributes:
         tied_owners: the units that own a parameter which this unit's modules use too.
-        surrounds: there are units below this unit's modules.
         ignored: the places of parameters that no unit shards; `ignored_names` are their names in the model.
-        sealed_into: returns the unit's runtime, if it has one that still exists.
-        backward: the unit's part in the present backward.
+        sealed_into: returns the unit's `Runtime`, or None; typed by `Runtime.over`.
         runs: the runs of the modules, for a unit of several.
-        shards: the parameters as they are between steps.
         lent: the terms on which unsharded copies are lent to the user, None outside of such a context.
-        touch_hooks: hooks on modules below the unit's own, to notice calls by themselves (`engine/run/touch.py`).
-        compared: the facts about the unit that ranks have compared.
-        gathers: some parameters are sharded over several ranks.
-        keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
-        is_on_all_ranks: each rank of the mesh holds elements of the unit.
+        was_unsynced: the policy has had a backward leave gradients unreduced.
     """
 
     RUNTIME = "_sherd_runtime"
@@ -132,27 +124,18 @@ class Unit:
         surrounds: bool,
         ignored: Sequence[ParameterPlace],
     ) -> None:
+        this = weakref.ref(self)
+        calls = (partial(if_alive, this, call) for call in (Unit._enter_backward, Unit._unshard_for_backward))
+        super().__init__(mesh, streams, precision, place, policy, surrounds, *calls)
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
         self.name = self.class_name
-        self.mesh = mesh
-        self.streams = streams
-        self.precision = precision
-        self.policy = policy
-        self.surrounds = surrounds
-        self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.sealed_into: Callable[[], _Runtime | None] = _nowhere
-        enter_backward = partial(if_alive, weakref.ref(self), Unit._enter_backward)
-        self.backward = Backward(enter_backward, mesh.num_shards * mesh.num_replicas)
+        self.sealed_into: Callable[[], Any] = _nowhere
         self.ignored_names: tuple[str, ...] = ()
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
-        self.was_unsynced = False  # True once the policy had a backward leave gradients unreduced
-        self.touch_hooks: list[TouchHook] = []
-        self.compared = Compared()
-        self.weights: list[Weights] = []
-        self.gradients: list[Gradients] = []
+        self.was_unsynced = False
         self.have(parameters, tied_owners, ignored)
 
     def __repr__(self) -> str:
@@ -216,17 +199,7 @@ class Unit:
         """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
-    @property
-    def live(self) -> Live:
-        """The form of the parameters. A unit without parameters is always sharded."""
-        lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
-        return lives[0] if lives else Live.SHARDED
-
-    @property
-    def unsharded_bytes(self) -> int:
-        return sum(weights.group.unsharded_bytes for weights in self.weights)
-
-    def join(self, runtime: _Runtime | None) -> None:
+    def join(self, runtime: UnitRuntime | None) -> None:
         self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
     def have(
@@ -279,54 +252,6 @@ class Unit:
         if (policy.reduce_gradients, policy.all_reduce_gradients) != (over_shards, over_copies):
             self.change(reduce_gradients=over_shards, all_reduce_gradients=over_copies)
 
-    # Grouping
-
-    def regroup(self) -> None:
-        """Put the parameters into groups, and the shards of each group into one buffer."""
-        if self.live is not Live.SHARDED:
-            raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
-        # The unit holds its groups, and they call it weakly. A circle would leave the shards of a deleted model to the
-        # garbage collector: test_they_keep_nothing_alive.
-        this = weakref.ref(self)
-        self.compared.changed()
-        self.weights, self.gradients = [], []
-        part_bytes = self.mesh.comm.part_bytes
-        for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
-            group = Group(batch.parameters, self.precision, self.place, batch.is_part, batch.promoted)
-            completed = self.backward.completed(len(self.gradients))
-            plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
-            gradients = Gradients(group, plan, self.streams, partial(if_alive, this, Unit._enter_backward), completed)
-            self.gradients.append(gradients)
-            unshard = partial(if_alive, this, Unit.unshard_for_backward)
-            self.weights.append(
-                SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.arrivals.watch, unshard)
-                if group.gathers_itself
-                else Weights(group, plan, self.streams, gradients.arrivals.watch, unshard)
-            )
-        self.backward.regroup(self.weights, self.gradients)
-        self.shards.regroup([weights.group for weights in self.weights])
-        self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
-        groups = [weights.group for weights in self.weights]
-        self.gathers = any(group.mesh.num_shards > 1 for group in groups)
-        self.compared.have_replicas(any(group.mesh.holds_copies for group in groups))
-        sizes = [group.sizes for group in groups if group.mesh is self.mesh]
-        are_copied = any(group.is_one_piece and group.shard_numel for group in groups)
-        self.is_on_all_ranks = are_copied or (bool(sizes) and all(map(any, zip(*sizes, strict=True))))
-
-    def _grouping(self) -> tuple[bool, bool]:
-        """Returns the part of the policy on which groups and their buffers depend."""
-        return self.gathers_as_one, self.streams.in_host_order or self.reduce_buffers <= 1
-
-    @property
-    def gathers_as_one(self) -> bool:
-        """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
-        return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
-
-    @property
-    def may_lack(self) -> bool:
-        """Whether ranks without gradients take part in reductions of the unit."""
-        return any(gradients.may_lack(self.policy) for gradients in self.gradients)
-
     @property
     def waits_for_replicas(self) -> bool:
         """Whether gradients are reduced over the shard axis now, and over the replicas later."""
@@ -336,10 +261,6 @@ class Unit:
     @property
     def steps_in_backward(self) -> bool:
         return self.policy.when_reduced is not None
-
-    @property
-    def meshes(self) -> list[DataMesh]:
-        return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
         """Let the full gradients of some parameters be reduced to these ranks of their cuts, from the next backward on.
@@ -358,66 +279,6 @@ class Unit:
         for record, owner in owners.items():
             record.gradient_owner = owner
         self.regroup()
-
-    def flatten(self, module: nn.Module, attribute: str) -> None:
-        """Merge the shards, all of one group, into the flat parameter `attribute` of `module`, for the optimizer."""
-        if any(each.grad_dtype for each in self.parameters):  # one flat parameter cannot have several
-            for parameter in self.parameters:
-                parameter.forget_grad_dtype()
-            self.regroup()
-        self.shards.merge(module, attribute)
-        self.regroup()
-
-    def rebind(self) -> None:
-        """Put shards that may have moved (`module.to()`, a load) back into one buffer, if all are on one device."""
-        for parameter in self.parameters:
-            parameter.keep_attributes()
-        if self.shards.are_on_one_device and (self.keep_grad_dtypes() or not self.shards.are_in_buffer):
-            self.regroup()
-
-    def keep_grad_dtypes(self) -> bool:
-        """Note the `grad_dtype` of each shard, as `ShardedParameter.keep_grad_dtype` does.
-
-        Returns:
-            True if a user has set one, so that the unit must be regrouped.
-        """
-        return True in [parameter.keep_grad_dtype() for parameter in self.parameters]  # of all: it also gives back
-
-    @contextmanager
-    def gradients_kept(self) -> Iterator[None]:
-        """Inside the context `module.to()` leaves gradients in the `grad_dtype` that a user has set, as it leaves that.
-
-        They follow their parameters to another device.
-        """
-        must_regroup = self.keep_grad_dtypes()
-        kept = {each: each.shard.grad for each in self.parameters if each.grad_dtype}
-        for record in kept:
-            record.shard.grad = None
-        try:
-            yield
-            if must_regroup:
-                self.regroup()
-        finally:
-            for record, gradient in kept.items():
-                record.shard.grad = None if gradient is None else gradient.to(record.shard.device)
-
-    def notice_moved(self) -> None:
-        """Take the values of memory that the user has given to shards in the place of their own.
-
-        Raises:
-            WriteBackError: values are lost, or have another shape.
-        """
-        if self.shards.settle() and not self.shards.are_in_buffer:
-            self.rebind()  # some shards have another dtype or device now
-
-    def notice_replaced(self) -> None:
-        """Take the values of Parameters that the user has put in the place of shards. Meta shards get memory by that.
-
-        Raises:
-            WriteBackError: a Parameter has another shape.
-        """
-        if self.policy.notices_replaced and notice_replaced(self.parameters):
-            watcher.sharded_again()
 
     @property
     def unsynced(self) -> str:
@@ -453,7 +314,7 @@ class Unit:
             WriteBackError: the user gave shards other memory, and its values are lost.
         """
         self.notice_moved()
-        runtime = self.sealed_into()
+        runtime: UnitRuntime | None = self.sealed_into()
         if runtime is None:
             with torch.no_grad():
                 self.free()
@@ -469,7 +330,7 @@ class Unit:
         if self.lent is not None:
             raise StateError(f"{call} inside an unshard context that lends unit {self.name}; leave the context first")
         self.show_shards()
-        runtime = self.sealed_into()
+        runtime: UnitRuntime | None = self.sealed_into()
         if runtime is not None and not runtime.is_idle:
             raise StateError(
                 f"{call}: a forward or backward of {runtime.units[0].name} is under way, or has raised; call it "
@@ -489,7 +350,7 @@ class Unit:
         """Note that shards have new values, so unsharded parameters and kept copies are stale."""
         for weights in self.weights:
             weights.group.mark_shards_written()
-        runtime = self.sealed_into()
+        runtime: UnitRuntime | None = self.sealed_into()
         if runtime is not None and self.live is not Live.SHARDED:
             runtime.shards_written(self)
 
@@ -515,114 +376,11 @@ class Unit:
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
 
     def _enter_backward(self) -> None:
-        runtime = self.sealed_into()
+        runtime: UnitRuntime | None = self.sealed_into()
         if runtime is not None:
             runtime.before_backward(self)
 
-    # The schedule's actions
-    #
-    # Each looks at the groups and the policy when it is called, so a call that is bound once (`tape.py`) stays right.
-
-    def gather(self, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
-        """Start the all-gathers of all groups but the numbers `but`, by default in the unit's present precision."""
-        user = self.policy.all_gather
-        for number, weights in enumerate(self.weights):
-            if number in but or weights.live is Live.UNSHARDED:
-                continue  # other groups of the unit were freed alone
-            precisely = in_full_precision
-            if precisely is None:
-                precisely = self.precision.full_precision_in_eval and self.in_full_precision
-            if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
-                watcher.sharded_again()
-            mesh = weights.group.mesh
-            transport: Transport = mesh.gather_transport
-            if user is not None and not mesh.only_sums:
-                transport = UsersCollectives(user, mesh.shard_group)
-            weights.gather(transport, precisely)
-
-    def wait(self) -> None:
-        """Wait for the all-gathers, and show unsharded parameters."""
-        for weights in self.weights:
-            if weights.live is not Live.UNSHARDED:
-                weights.wait()
-        # In C: the key, and the hook as the default of `pop`.
-        deque(itertools.starmap(OrderedDict.pop, self.touch_hooks), 0)
-
-    def free(self) -> None:
-        """Free the unsharded parameters, and show shards."""
-        self.watch_touch()
-        keeps_storage = self.policy.keeps_storage
-        for weights in self.weights:
-            weights.free(keeps_storage)
-
-    def shrink(self) -> None:
-        """Show shards, and keep a part of the unsharded parameters for the smaller mesh."""
-        size = self.policy.reshard_after_forward
-        assert isinstance(size, int), "only an int asks for a smaller mesh"
-        for weights in self.weights:
-            weights.shrink(size, self.policy.keeps_storage)
-        self.watch_touch()
-
-    def watch_touch(self) -> None:
-        """Put the `touch_hooks` in their places, each before all other hooks on its module.
-
-        A unit with `on_touch="unshard"` needs them also while it rests unsharded, kept for the backward of such a call.
-        """
-        for hooks, key, hook in self.touch_hooks:
-            has_others = bool(hooks)
-            hooks[key] = hook
-            if has_others:
-                # A key that comes back is the dict's last. A user's hook that computes a weight (weight norm) needs the
-                # gather before: test_a_users_hook_that_computes_the_weight_before_the_call_finds_unsharded_parameters.
-                hooks.move_to_end(key, last=False)
-
-    def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
-        """Start the reductions of all groups but the numbers `but`, by `policy`; None: by the unit's policy."""
-        if policy is None:
-            policy = self.policy
-        user, apart = policy.reduce_scatter, policy.separate_reduce_group
-        # All rows are taken before the first reduction is queued. Else compute would wait for that reduction before it
-        # takes the rows of the second group.
-        for gradients in self.gradients if len(self.gradients) > 1 else ():
-            gradients.collect()
-        for number, gradients in enumerate(self.gradients):
-            if number in but:
-                continue
-            mesh = gradients.group.mesh
-            if user is not None and not mesh.only_sums:
-                transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
-            else:
-                transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
-            gradients.reduce(policy, transport)
-
-    def finish_reduce(self) -> None:
-        """Wait for the reductions, and add their results to the gradients of the shards."""
-        for gradients in self.gradients:
-            gradients.finish_reduce(self.policy)
-        if self.policy.when_reduced is not None:
-            # An optimizer may step in the call, and no stream orders it after copies to host memory.
-            self.land_gradients()
-            self.policy.when_reduced()
-
-    def discard(self) -> None:
-        """Drop gradients that have not reached the shards."""
-        for weights in self.weights:
-            weights.drop_gradients()
-        for gradients in self.gradients:
-            gradients.discard()
-
-    def land_gradients(self) -> None:
-        """Wait for gradients on their way to host memory, where no stream orders the optimizer that reads them."""
-        for gradients in self.gradients:
-            gradients.land()
-
-    @property
-    def reduce_buffers(self) -> int:
-        """The number of units that may be in reduction while the next unit collects gradients."""
-        chosen = self.policy.reduce_buffers
-        return chosen if chosen is not None else int(not self.streams.in_host_order)
-
-    def unshard_for_backward(self) -> None:
+    def _unshard_for_backward(self) -> None:
         """Unshard the unit, whose freed parameters a node of backward is about to read.
 
         Raises:
@@ -633,7 +391,7 @@ class Unit:
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        runtime = self.sealed_into()
+        runtime: UnitRuntime | None = self.sealed_into()
         if runtime is not None:
             runtime.before_backward(self)
             runtime.finish_unshard(self)

@@ -278,7 +278,7 @@ class StepRecorder:
                 self._running.pop()
                 self._phase = "backward" if recomputing else "forward"
             case do.AfterBackward(unit, unreduced) if self._running == [unit]:
-                if not (unreduced and self._runtime.units[unit].backward.reduces_when_complete):
+                if not (unreduced and self._runtime.units[unit].backward.expected.reduces_when_complete):
                     self._running = [-1]
             case do.EndBackward():
                 self._phase, self._running = "", [-1]
