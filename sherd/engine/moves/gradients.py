@@ -175,7 +175,7 @@ class GradientHooks:
         self.ends, self.order = {}, ()
 
 
-class Stage(IntEnum):
+class GradientStage(IntEnum):
     """A group's gradients in the present backward. An int, because ints hash fast."""
 
     IDLE = auto()
@@ -187,9 +187,9 @@ class Stage(IntEnum):
 
 
 MOVES = {
-    Stage.IDLE: {Stage.EXPECTING},
-    Stage.EXPECTING: {Stage.TAKEN, Stage.IDLE},
-    Stage.TAKEN: {Stage.IDLE},
+    GradientStage.IDLE: {GradientStage.EXPECTING},
+    GradientStage.EXPECTING: {GradientStage.TAKEN, GradientStage.IDLE},
+    GradientStage.TAKEN: {GradientStage.IDLE},
 }
 
 
@@ -337,7 +337,7 @@ class Gradients:
         self._streams = streams
         self._begin, self._complete = begin, complete
         self._shards = ShardGradients(group)
-        self.stage = Stage.IDLE
+        self.stage = GradientStage.IDLE
         self.terms = Terms(0, False, plan.collects_late, True, group.reduce_dtype, Scale(1.0, 1.0))
         self._known_terms: dict[tuple[object, ...], Terms] = {}
         self.came: dict[int, bool] = {}
@@ -429,7 +429,7 @@ class Gradients:
 
     # A backward
 
-    def _move(self, to: Stage) -> None:
+    def _move(self, to: GradientStage) -> None:
         assert to in MOVES[self.stage], f"gradients of {self.group.name} cannot go from {self.stage} to {to}"
         self.stage = to
 
@@ -443,8 +443,8 @@ class Gradients:
             is_one_of_many: this backward is inside `accumulate`.
             contributes: the gradients count.
         """
-        if self.stage is Stage.IDLE:
-            self._move(Stage.EXPECTING)
+        if self.stage is GradientStage.IDLE:
+            self._move(GradientStage.EXPECTING)
         if contributes and self._observer is None:
             self._hooks.expect()
         num_expected = num_trainable(self.group.parameters)
@@ -464,7 +464,7 @@ class Gradients:
         """Take the gradient of `unsharded`, the group's parameter `index`, and all that were noted before."""
         if unsharded.grad is None:
             return  # frozen since its forward: autograd calls the hook and accumulates nothing
-        if self.stage is Stage.IDLE:
+        if self.stage is GradientStage.IDLE:
             self._begin()
         self._hooks.noted.append(unsharded)
         self._take_noted()
@@ -546,7 +546,7 @@ class Gradients:
             came_once = not came_twice and len(self.came) == self.terms.num_expected
             self._hooks.learn(tuple(self.came) if came_once else ())
             self.came.clear()
-        self.stage = Stage.IDLE  # from wherever they are
+        self.stage = GradientStage.IDLE  # from wherever they are
         self._arrived.clear()
         return came_twice
 
@@ -563,8 +563,8 @@ class Gradients:
         if self._waiting or self._hooks.noted:
             self._collect()
         self._arrived.clear()
-        if self.stage is Stage.EXPECTING:
-            self._move(Stage.TAKEN)
+        if self.stage is GradientStage.EXPECTING:
+            self._move(GradientStage.TAKEN)
         rows = self._rows.take(awaits_replicas or self.may_lack(policy), self.terms.dtype)
         if rows is None:
             return

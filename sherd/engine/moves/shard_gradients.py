@@ -56,7 +56,7 @@ def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GradientForm:
     """The dtype in which gradients are reduced, that of the shards' `.grad`, and the class and spec of each `.grad`."""
 
     reduce_dtype: torch.dtype
@@ -82,8 +82,8 @@ class ShardGradients:
         self.numel = group.gradient_packing.shard_numels[group.mesh.piece]  # without flags
         self.form = self._form_in(group.reduce_dtype, group.grad_dtype)
 
-    def _form_in(self, reduce_dtype: torch.dtype, dtype: torch.dtype) -> Form:
-        return Form(reduce_dtype, dtype, [_form_of(record, dtype) for record in self._records])
+    def _form_in(self, reduce_dtype: torch.dtype, dtype: torch.dtype) -> GradientForm:
+        return GradientForm(reduce_dtype, dtype, [_form_of(record, dtype) for record in self._records])
 
     def take_dtype(self, came: torch.dtype, policy: UnitPolicy, is_added: bool) -> None:
         """Reduce and keep gradients in the dtype in which they `came`. `is_added`: to earlier ones, of another dtype.

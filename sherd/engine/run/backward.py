@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from sherd.engine.moves.gradients import Gradients, Stage
+from sherd.engine.moves.gradients import Gradients, GradientStage
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
@@ -26,7 +26,7 @@ RECOMPUTED = -1
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedGradients:
     """The gradients that a backward is to bring for a unit.
 
     Attributes:
@@ -64,7 +64,7 @@ class Backward:
         self._weights: list[Weights] = []
         self._gradients: list[Gradients] = []
         self.unflagged: list[Gradients] = []
-        self.expected = Expected(0, 0, False, None)
+        self.expected = ExpectedGradients(0, 0, False, None)
         self._num_completed = 0
         self._seen: list[int] = []
         self._is_gone_through_once = self.is_under_other_hooks = False
@@ -99,7 +99,7 @@ class Backward:
         self._num_completed = 0
         has_flags = self.unflagged != self._gradients
         reduces = is_alone or not (has_flags or policy.reduce_unused)
-        self.expected = Expected(*self._expect_of(self._gradients, policy), reduces, when_complete)
+        self.expected = ExpectedGradients(*self._expect_of(self._gradients, policy), reduces, when_complete)
 
     def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> tuple[int, int]:
         """Prepare the groups `expected`. Returns the number of groups with trainable parameters, and that of these."""
@@ -115,7 +115,7 @@ class Backward:
     @contextmanager
     def reducing_for_others(self, policy: UnitPolicy) -> Iterator[None]:
         """Prepare the unit for a reduction inside this context as a backward does, even if none reaches the unit."""
-        idle = [gradients for gradients in self._gradients if gradients.stage is Stage.IDLE]
+        idle = [gradients for gradients in self._gradients if gradients.stage is GradientStage.IDLE]
         self._expect_of(idle, policy)
         try:
             yield
@@ -179,7 +179,7 @@ class Backward:
         for gradients in self._gradients:
             if gradients.has_any or (gradients.partial is not None and policy.all_reduce_gradients):
                 return True
-            was_reduced = was_reduced and gradients.stage is Stage.TAKEN
+            was_reduced = was_reduced and gradients.stage is GradientStage.TAKEN
         if was_reduced or not self.is_entered or not policy.reduce_gradients:
             return False
         return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
