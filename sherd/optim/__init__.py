@@ -15,6 +15,6 @@ torch_muon.py      steps of `torch.optim.Muon` over shards
 """
 
 from sherd.optim.flat import NOT_ELEMENTWISE, FlatStep, flatten_optimizer
-from sherd.tensor.optimizers import params_replaced
+from sherd.tensor.local_step import params_replaced
 
 __all__ = ["NOT_ELEMENTWISE", "FlatStep", "flatten_optimizer", "params_replaced"]
