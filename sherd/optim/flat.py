@@ -84,7 +84,7 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
         raise OptimizerError(f"this {name} is flattened already; call flatten_optimizer once")
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
-            f"{name} looks at whole tensors, rows or indices, and would compute something else on a flat "
+            f"{name} looks at full tensors, rows or indices, and would compute something else on a flat "
             "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
     if not (elementwise or is_elementwise_class(cls)):
@@ -102,6 +102,7 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
             f"{name}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
             "before building the scheduler"
         )
+    # The same object, which the user's schedulers and scalers refer to, with another step.
     optimizer.__class__ = _flat_class(cls)  # type: ignore[arg-type]  # classes are hashable
     return optimizer
 
@@ -111,6 +112,7 @@ class FlatStep(_Optimizer):
 
     _sherd_kind: type[Optimizer]
 
+    # No `__init__` makes it: an optimizer gets this class when it exists already.
     @functools.cached_property
     def _sherd_stepper(self) -> _Stepper:
         return _Stepper(self._sherd_kind)
@@ -126,6 +128,7 @@ class FlatStep(_Optimizer):
         return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
 
 
+# Cached, so that two optimizers of one class are still of one class when both are flattened.
 @functools.cache
 def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
     return type(f"Flat{cls.__name__}", (FlatStep, cls), {"step": hooked_step(_step), "_sherd_kind": cls})
@@ -164,6 +167,7 @@ class _Stepper:
             and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
             and local.is_of(optimizer)
             and local.take_gradients()
+            # A shard that was left out for its missing gradient joins a span again.
             and all(shard.grad is None for shard in self._idle)
         ):
             local = self._local = self._made(optimizer)
@@ -247,6 +251,7 @@ def _neighbours(group: Group, index_of: Mapping[int, int], state_of: States) -> 
         is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, record.local)
         key = (index_of[id(shard)], *_state_key(shard, state_of, numbers)) if is_steppable else None
         keyed.append((key, shard, extent))
+    # The buffer has the shards in an order of its own, in which neighbours become one span.
     keyed.sort(key=lambda each: each[2].start)
     nonempty = (each for each in keyed if each[2].numel)
     spans = [(key, [each[1:] for each in members]) for key, members in groupby(nonempty, key=itemgetter(0))]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from operator import is_
 from typing import Any
 
@@ -27,7 +28,6 @@ from sherd.tensor.operands import common_owner
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, local_part, own_view
 from sherd.tensor.sharded import OwnDTensor
-from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, copy_of, elementwise_keys, state_kind
 
 
@@ -143,7 +143,7 @@ class LocalStep:
         def with_own() -> object:
             with params_replaced(optimizer, self._lent_lists, self._user_state):
                 loss = closure()
-            self.take_gradients()
+            self.take_gradients()  # the closure's backward has made new ones
             return loss
 
         return with_own
@@ -194,6 +194,38 @@ class LocalStep:
 
 Views = tuple[State, dict[str, torch.Tensor]]
 """The user's state of a shard in a span, and the shard's parts of the span's vectors, 1-D."""
+
+
+# Spans
+#
+# shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
+# spans            |    span 0    |   |    span 1   |      parameters, gradients and states are laid out alike
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The extents of the members of a vector of `numel` elements. There may be gaps between members."""
+
+    numel: int
+    extents: tuple[Extent, ...]
+
+    @property
+    def gaps(self) -> list[Extent]:
+        in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
+
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the members' parts of `vector`, 1-D and uncopied."""
+        return [vector[extent.start : extent.stop] for extent in self.extents]
+
+    def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a vector with copies of the members' parts. Gaps, and members whose part is None, are zero."""
+        device = next(part.device for part in parts if part is not None)
+        vector = torch.zeros(self.numel, dtype=dtype, device=device)
+        for view, part in zip(self.views(vector), parts, strict=True):
+            if part is not None:
+                view.copy_(part.reshape(-1))
+        return vector
 
 
 class SteppedSpan:
@@ -292,7 +324,7 @@ class SteppedSpan:
             state_of.update(zip(self.shards, (own for own, _ in self._views), strict=True))
         for key, value in state.items():
             if key in self.state and self.state[key] is value:
-                continue
+                continue  # stepped in place, so the shards' parts are current
             is_vector = isinstance(value, torch.Tensor) and value.shape == self._shape
             parts = self._span.views(value) if is_vector else [value] * len(self.shards)
             for (own, views), shard, shape, part in zip(
@@ -319,6 +351,7 @@ def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a parameter as a parameter with the same attributes; a plain one as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
+    # Classes of other packages choose by `requires_grad`, and by attributes that a user has written on parameters.
     part = nn.Parameter(local_tensor(tensor).detach(), tensor.requires_grad)
     give_attributes(part, attributes_of(tensor))
     return part

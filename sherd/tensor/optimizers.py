@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 
 from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
 from sherd.tensor.local_step import LocalStep, params_of
-from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
+from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, part_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
@@ -43,7 +43,7 @@ def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's shards. Results have the places of the first list."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
-    return by_kind(_on_pieces, func, args, kwargs)
+    return by_kind(_on_parts, func, args, kwargs)
 
 
 def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
@@ -86,7 +86,7 @@ def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> ob
     return value if one is None else one
 
 
-def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
+def _on_parts(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on lists of this rank's shards, if tensors that meet have the same places."""
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
@@ -96,7 +96,7 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
         if isinstance(value, torch.Tensor):
             one = lone_value(value)
             return None if one is None else one.reshape(())
-        return _pieces_at(value, places) if is_list_of_tensors(value) else value
+        return _parts_at(value, places) if is_list_of_tensors(value) else value
 
     own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
     pairs = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
@@ -110,16 +110,16 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return [each.around(result) for each, result in zip(first, results, strict=True)]
 
 
-def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
-    """Returns `piece_at` of each value. None: the elements of a value are elsewhere."""
+def _parts_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
+    """Returns `part_at` of each value. None: the elements of a value are elsewhere."""
     # Equal places are one object, so this comparison of lists is quick.
     classes = set(map(type, values))
     if all(issubclass(each, OwnDTensor) for each in classes) and list(map(places_at, values)) == places:
         return list(map(local_tensor, values))
     if len(values) != len(places):
         return None
-    pieces = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
-    return None if any(piece is None for piece in pieces) else pieces
+    shards = [part_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(shard is None for shard in shards) else shards
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
