@@ -21,14 +21,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
 from sherd.tensor.local_step import LocalStep, params_of
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, part_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
-from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
+from sherd.tensor.ragged import RaggedDTensor, as_result
+from sherd.tensor.relayout import laid_out
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -274,8 +275,7 @@ def adopt_state(optimizer: Optimizer) -> None:
             elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
             elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
-                cut = distribute_tensor(value.detach(), own.device_mesh, own.placements, src_data_rank=None)
-                state[key] = own.around(local_tensor(cut).to(part.device, copy=True))
+                state[key] = laid_out(value, spec_of(parameter), part.device)
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -284,8 +284,8 @@ def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
     if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
         return value
-    spec = layout.like(layout.cut if shape == layout.shape else layout.owned_cut(shape)).spec(value.dtype)
-    return redistribute_to(value, spec) if isinstance(value, DTensor) else distribute_ragged(value, spec).clone()
+    cut = layout.cut if shape == layout.shape else layout.owned_cut(shape)
+    return laid_out(value, layout.like(cut).spec(value.dtype), value.device)
 
 
 def _adopt_once(optimizer: Optimizer, args: object, kwargs: object) -> None:

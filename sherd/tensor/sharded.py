@@ -179,8 +179,7 @@ class ShardedDTensor(OwnDTensor):
         return announced([self.device_mesh.get_group(axis) for axis in axes], what)
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
-        full = DTensor.from_local(full.detach(), self.device_mesh, run_check=False)
-        return local_tensor(full.redistribute(placements=self.placements))
+        return _chunk_of(full.detach(), self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         self.warn_of_pickle()
@@ -202,6 +201,12 @@ class ShardedDTensor(OwnDTensor):
 
 dispatches_itself(ShardedDTensor)
 register_foreach_type(ShardedDTensor)
+
+
+def _chunk_of(full: torch.Tensor, tensor: DTensor) -> torch.Tensor:
+    """Returns this rank's chunk of the values `full` in the layout of `tensor`."""
+    replicated = DTensor.from_local(full, tensor.device_mesh, run_check=False)
+    return local_tensor(replicated.redistribute(placements=tensor.placements))
 
 
 def _is_sent_as_bytes(tensor: torch.Tensor) -> bool:
@@ -267,8 +272,7 @@ class CopiedView(ReadableDTensor):
         if isinstance(viewed, OwnDTensor):
             local_tensor(viewed).copy_(viewed.part_of(full))
         else:
-            replicated = DTensor.from_local(full, self.device_mesh, run_check=False)
-            local_tensor(viewed).copy_(local_tensor(replicated.redistribute(placements=viewed.placements)))
+            local_tensor(viewed).copy_(_chunk_of(full, viewed))
         torch.autograd.graph.increment_version(viewed)
         if isinstance(viewed, CopiedView):
             viewed.write_back()
