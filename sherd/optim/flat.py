@@ -173,12 +173,15 @@ class _Stepper:
             local = self._local = self._made(optimizer)
             taken = local.take_gradients()
             assert taken, "only shards with a gradient are in a span"
+        num_states = len(optimizer.state)
+        with self._forms(optimizer, local.parts), local.lent_to(optimizer):
+            self._plain_step(optimizer)
         if any(self._alone):
             # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
             with self._forms(optimizer, self._alone), params_replaced(optimizer, self._alone):
                 self._plain_step(optimizer)
-        with self._forms(optimizer, local.parts), local.lent_to(optimizer):
-            self._plain_step(optimizer)
+        if len(optimizer.state) != num_states:
+            local.put_in_order(optimizer)
 
     @contextmanager
     def _forms(self, optimizer: Optimizer, stepped: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:

@@ -361,18 +361,15 @@ class TorchMuonStep(Muon):
         return []
 
     def matrix_groups(self) -> list[Group]:
-        """Those of the optimizer."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer
-        """That of the optimizer."""
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
     def others(self) -> Sequence[torch.Tensor]:
-        """None: the optimizer has no others."""
         return ()
 
     @property

@@ -85,7 +85,7 @@ class LocalStep:
         for span in spans:
             if state := span.joined_state(self._user_state, self.views):
                 self.state[span.flat] = state
-                self._hand_out(span)
+                self.views |= span.hand_out(state, self._user_state)
         self.state |= _of_no_parameter(self._user_state)
         self._note()
 
@@ -135,7 +135,7 @@ class LocalStep:
             with params_replaced(optimizer, self.parts, self.state):
                 yield
         finally:
-            self._end(optimizer)
+            self._end()
 
     def around_closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
         """Returns `closure`, inside of which the optimizer has its own tensors again. The parts get its gradients."""
@@ -148,7 +148,7 @@ class LocalStep:
 
         return with_own
 
-    def _end(self, optimizer: Optimizer) -> None:
+    def _end(self) -> None:
         """Drop the gradients, and put new objects in the parts' state into the user's state, too."""
         for own, chunk in zip(self._own, self._own_chunks, strict=True):
             if self.of_owners and chunk.grad is None:
@@ -158,7 +158,6 @@ class LocalStep:
             span.flat.grad = None
         if len(self.state) == self._num_states and are_same(_values_of(self.state.values()), self._values):
             return
-        num_states = len(self._user_state)
         self._user_state |= _of_no_parameter(self.state)
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
@@ -178,18 +177,15 @@ class LocalStep:
                 user_state[key] = value
         for span in self.spans:
             if span.flat in self.state:
-                self._hand_out(span)
-        if self.spans and len(self._user_state) != num_states:
-            # In the order of the parameters: spans differ between ranks, and ranks gather states in order.
-            for parameter in params_of(optimizer):
-                if parameter in self._user_state:
-                    self._user_state[parameter] = self._user_state.pop(parameter)
+                self.views |= span.hand_out(self.state[span.flat], self._user_state)
         self._note()
 
-    def _hand_out(self, span: SteppedSpan) -> None:
-        """Give the shards of a span their parts of new entries of its state."""
-        given = span.hand_out(self.state[span.flat], self._user_state)
-        self.views |= zip(map(id, span.shards), given, strict=True)
+    def put_in_order(self, optimizer: Optimizer) -> None:
+        """Order the user's state as the parameters: spans differ between ranks, and ranks gather states in order."""
+        for parameter in params_of(optimizer):
+            if parameter in self._user_state:
+                self._user_state[parameter] = self._user_state.pop(parameter)
+        self._note()
 
 
 Views = tuple[State, dict[str, torch.Tensor]]
@@ -317,8 +313,12 @@ class SteppedSpan:
                 joined[key] = copy_of(value)
         return joined
 
-    def hand_out(self, state: State, state_of: dict[torch.Tensor, State]) -> list[Views]:
-        """Give the shards their parts of new entries of the span's state. Returns all that they have been given."""
+    def hand_out(self, state: State, state_of: dict[torch.Tensor, State]) -> dict[int, Views]:
+        """Give the shards their parts of new entries of the span's state.
+
+        Returns:
+            All that they have been given, by the id of each shard.
+        """
         if not self._views:
             self._views = [({}, {}) for _ in self.shards]
             state_of.update(zip(self.shards, (own for own, _ in self._views), strict=True))
@@ -334,7 +334,7 @@ class SteppedSpan:
                 if is_vector:
                     views[key] = part
         self.state = dict(state)
-        return self._views
+        return dict(zip(map(id, self.shards), self._views, strict=True))
 
 
 def fits(shard: torch.Tensor, gradient: object) -> bool:

@@ -99,7 +99,6 @@ def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
 
 @answers_for_all("sum", "mean", "prod")
 def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the sum, mean or product of all elements."""
     local = _counted(local, layout)
     name = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
@@ -124,7 +123,6 @@ def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwa
 
 @answers_for_all("max", "min", "amax", "amin")
 def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the largest or smallest element, or nan if one element is nan."""
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
