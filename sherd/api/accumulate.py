@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from sherd.api.module import sharded_units
+from sherd.engine import Unit
 from sherd.errors import StateError
 from sherd.requirements import require_int
 
@@ -65,6 +66,19 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 reduce_gradients=policy.reduce_gradients,
                 all_reduce_gradients=policy.all_reduce_gradients,
             )
+
+
+@contextmanager
+def without_reduction(units: Sequence[Unit]) -> Iterator[None]:
+    """Let `units` add up unsharded gradients within this context, which a backward outside of it reduces."""
+    before = [(unit, unit.policy.reduce_gradients, unit.policy.all_reduce_gradients) for unit in units]
+    for unit in units:
+        unit.change(reduce_gradients=False, all_reduce_gradients=False)
+    try:
+        yield
+    finally:
+        for unit, reduces, all_reduces in before:
+            unit.change(reduce_gradients=reduces, all_reduce_gradients=all_reduces)
 
 
 class _Accumulation:

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from sherd._torch import DTensorSpec, spec_of
 from sherd.engine import FlatParameter, Runtime, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError, StateError, in_short
+from sherd.tensor.local_step import Span
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import Named, put
-from sherd.tensor.span import Span
 from sherd.wrap.names import plain_name
 
 StateDict = dict[str, Any]

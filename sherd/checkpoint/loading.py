@@ -24,10 +24,10 @@ from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
 from sherd.engine import watcher
 from sherd.errors import OptimStateError
+from sherd.tensor.local_step import Span
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around, full_of, laid_out
-from sherd.tensor.span import Span
 from sherd.tensor.state_kind import PlacesState, State, StateKind, state_kind
 
 T = TypeVar("T")

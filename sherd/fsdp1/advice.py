@@ -25,7 +25,6 @@ def of_containers(module: nn.Module) -> None:
 
 
 def of_one_rank(num_ranks: int, strategy: str) -> None:
-    """Warn if one rank alone shards."""
     if num_ranks == 1 and strategy != "NO_SHARD":
         _warn(
             f"sharding_strategy {strategy} on one rank alone, the world size being 1, shards nothing; it trains as "
@@ -57,7 +56,6 @@ def of_precise_modules(precise: Collection[nn.Module]) -> None:
 
 
 def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
-    """Warn that this rank has no gradients to clip."""
     _warn(
         f"clip_grad_norm_() found no gradients on rank {rank}, so its norm is of other ranks' alone, in {dtype}; "
         "call it after a backward that reduces, and before zero_grad()",
@@ -85,7 +83,6 @@ def of_state_dict_type(for_a_while: bool) -> None:
 
 
 def of_old_name(old: str, new: str) -> None:
-    """Warn that the method `old` was called, whose successor is `new`."""
     _warn_of_old(f"FullyShardedDataParallel.{old} is deprecated, as in torch, and {new} stands for it")
 
 
@@ -95,7 +92,6 @@ def of_optim_input(optim_input: object) -> None:
 
 
 def of_empty_state(optim: Optimizer) -> None:
-    """Warn that an optimizer that keeps state is given none."""
     if any(group.get("momentum", True) for group in optim.param_groups):  # SGD without momentum keeps none
         _warn(
             f"the optimizer state to load has no parameter's state, so {type(optim).__name__} starts over. A state "

@@ -223,7 +223,6 @@ class WrapperArguments:
 
     @property
     def policy(self) -> UnitPolicy:
-        """Returns the policy of the unit."""
         levels = None if self.placements is None else self.placements.levels
         chosen = unit_policy(levels, self.reshard_after_forward, self.prefetch)
         notices_replaced = not _is_on(SKIP_WRITEBACK_CHECK)
@@ -260,7 +259,6 @@ class WrapperArguments:
 
     @property
     def offload(self) -> OffloadPolicy:
-        """Returns where shards are kept between uses."""
         offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
         return CPUOffloadPolicy() if offloads else OffloadPolicy()
 

@@ -51,15 +51,8 @@ class StateDictConfig:
     offload_to_cpu: bool = False
 
     @property
-    def _on_rank0_only(self) -> bool:
-        return False
-
-    @property
     def _wanted(self) -> ShardedForm:
         return ShardedForm.RUNS
-
-    def _require_one_form(self) -> None:
-        pass
 
 
 @dataclass
@@ -67,10 +60,6 @@ class FullStateDictConfig(StateDictConfig):
     """Options of a full state dict. `rank0_only`: other ranks of the shard axis get no sharded parameter."""
 
     rank0_only: bool = False
-
-    @property
-    def _on_rank0_only(self) -> bool:
-        return self.rank0_only
 
 
 @dataclass
@@ -89,7 +78,7 @@ class ShardedStateDictConfig(StateDictConfig):
     def _wanted(self) -> ShardedForm:
         return ShardedForm.ROWS if self._use_dtensor else self.form
 
-    def _require_one_form(self) -> None:
+    def require_one_form(self) -> None:
         """Raise `PolicyTypeError` if `form` is no form, `PolicyError` if `_use_dtensor` contradicts `form`."""
         if not isinstance(self.form, ShardedForm):
             raise PolicyTypeError(f"ShardedStateDictConfig(form={self.form!r}): expected a sherd.ShardedForm")
@@ -107,10 +96,6 @@ class OptimStateDictConfig:
     offload_to_cpu: bool = True
 
     @property
-    def _on_rank0_only(self) -> bool:
-        return False
-
-    @property
     def in_rows(self) -> bool:
         """Returns whether shards are rows, as DTensors of torch's own."""
         return False
@@ -121,10 +106,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of full optimizer state. `rank0_only`: other ranks get nothing."""
 
     rank0_only: bool = False
-
-    @property
-    def _on_rank0_only(self) -> bool:
-        return self.rank0_only
 
 
 @dataclass
@@ -142,7 +123,6 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
     @property
     def in_rows(self) -> bool:
-        """Returns `_use_dtensor`."""
         return self._use_dtensor
 
 
@@ -160,6 +140,11 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
+
+
+def is_on_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
+    """Returns True for a full state that is for rank 0 alone."""
+    return isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and config.rank0_only
 
 
 def default_settings() -> StateDictSettings:

@@ -28,7 +28,7 @@ from sherd.engine import FlatParameter, ShardedParameter, Unit, UnshardedCopies
 from sherd.errors import PlacementError
 from sherd.fsdp1.arguments import ShardingStrategy, devices_here
 from sherd.fsdp1.extensions import has_own
-from sherd.fsdp1.state_dict_type import ShardedForm, StateDict, StateDictType
+from sherd.fsdp1.state_dict_type import ShardedForm, StateDict, StateDictType, is_on_rank0_only
 from sherd.fsdp1.wrapper_state import WrapperState, find_state, state_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
 from sherd.tensor.relayout import around, as_rows, full_of, lies_as, on_mesh_device
@@ -108,8 +108,8 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
     hidden: set[str] = set()
     if state_dict_type is StateDictType.FULL_STATE_DICT:
         copies = [record.lent for record in unit.parameters]
-        is_on_rank0_only = unit.lent is not None and bool(copies) and all(copy is None for copy in copies)
-        shown = not is_on_rank0_only and (not config._on_rank0_only or dist.get_rank(state.process_group) == 0)
+        is_lent_to_rank0 = unit.lent is not None and bool(copies) and all(copy is None for copy in copies)
+        shown = not is_lent_to_rank0 and (not is_on_rank0_only(config) or dist.get_rank(state.process_group) == 0)
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif state_dict_type is StateDictType.LOCAL_STATE_DICT:

@@ -24,10 +24,12 @@ from sherd.fsdp1.state_dict_type import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
+    ShardedStateDictConfig,
     StateDict,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    is_on_rank0_only,
 )
 from sherd.fsdp1.wrapper_state import WrapperState, find_state
 from sherd.requirements import as_own, require_type
@@ -76,7 +78,8 @@ def _set(
                 f"Expected {argument} of type sherd.{expected.__name__} but got {type(given).__module__}."
                 f"{type(given).__name__}: it belongs to the state_dict_type"
             )
-    config._require_one_form()
+    if isinstance(config, ShardedStateDictConfig):
+        config.require_one_form()
     before = get_state_dict_type(module)
     for state in _states(module):
         state.use(StateDictSettings(state_dict_type, config, optim_config))
@@ -158,7 +161,7 @@ def optim_state_dict(
         OptimStateError: the optimizer has a parameter that is not the model's, or ranks have different states.
     """
     full, config = _settings(model)
-    is_kept = not (full and config._on_rank0_only) or dist.get_rank(group) == 0
+    is_kept = not (full and is_on_rank0_only(config)) or dist.get_rank(group) == 0
     form = Form(full, config.in_rows, config.offload_to_cpu, is_kept)
     return state_by_name(Catalog(model), optim, optim_state_dict, form)
 
@@ -188,7 +191,7 @@ def optim_state_dict_to_load(
         OptimStateError: the state does not fit the model (a ValueError).
     """
     full, config = _settings(model)
-    state = from_rank0(optim_state_dict, group) if full and config._on_rank0_only else optim_state_dict
+    state = from_rank0(optim_state_dict, group) if full and is_on_rank0_only(config) else optim_state_dict
     if isinstance(state, dict) and state.get("state") == {}:
         advice.of_empty_state(optim)
     return to_load(Catalog(model), optim, state, is_named=is_named_optimizer, load_directly=load_directly)

@@ -25,6 +25,7 @@ from sherd._torch import (
     in_functional_call,
     is_tensor_parallel,
 )
+from sherd.api.accumulate import without_reduction
 from sherd.api.module import FSDPModule, require_module
 from sherd.api.placements import Placements, rule_of
 from sherd.api.swap_class import deep_copy
@@ -324,15 +325,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             RuntimeError: on an instance that is not the root (a `StateError`).
         """
         self._sherd_require_root("no_sync")
-        units = self._sherd_units(recurse=True)
-        before = [(unit, unit.policy.reduce_gradients, unit.policy.all_reduce_gradients) for unit in units]
-        for unit in units:
-            unit.change(reduce_gradients=False, all_reduce_gradients=False)
-        try:
+        with without_reduction(self._sherd_units(recurse=True)):
             yield
-        finally:
-            for unit, reduces, all_reduces in before:
-                unit.change(reduce_gradients=reduces, all_reduce_gradients=all_reduces)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | torch.Tensor, norm_type: float | str = 2.0) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from sherd._torch import gradients_of, in_backward, users_line
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import in_short
-from sherd.tensor.optimizers import are_same
+from sherd.tensor.local_step import are_same
 from sherd.tensor.ragged import local_part
 
 STEPPED = " is stepped by "

@@ -38,7 +38,7 @@ from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.grad_scaler import ShardedGradScaler
-from sherd.interop.packages import TemporaryChange, require_tried, take_rank0s_values
+from sherd.interop.packages import TemporaryChange, replaced, require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy, choose, is_container
 
@@ -92,13 +92,13 @@ class in_place_of_fsdp(TemporaryChange):
         its, plugin, shards = names.Accelerator, names.FullyShardedDataParallelPlugin, _Shards(policy, options)
         undoes: list[Callable[[], None]] = []
         undoes += [
-            _replace(names, "AcceleratorState", _state_class(undoes, shards)),
-            _replace(names, "get_grad_scaler", _scaler_for_fsdp(names.get_grad_scaler)),
-            _replace(names, "get_fsdp2_grad_scaler", ShardedGradScaler),
-            _replace(names, "fsdp2_prepare_model", shards.prepared),
-            _replace(its, "prepare", _taking_models_alone(its.prepare)),
-            _replace(its, "_prepare_fsdp2", _leaving_sharded_models(its._prepare_fsdp2)),
-            _replace(plugin, "__post_init__", _on_cpus_too(plugin.__post_init__)),
+            replaced(names, "AcceleratorState", _state_class(undoes, shards)),
+            replaced(names, "get_grad_scaler", _scaler_for_fsdp(names.get_grad_scaler)),
+            replaced(names, "get_fsdp2_grad_scaler", ShardedGradScaler),
+            replaced(names, "fsdp2_prepare_model", shards.prepared),
+            replaced(its, "prepare", _taking_models_alone(its.prepare)),
+            replaced(its, "_prepare_fsdp2", _leaving_sharded_models(its._prepare_fsdp2)),
+            replaced(plugin, "__post_init__", _on_cpus_too(plugin.__post_init__)),
             _import_for(its.prepare_model, shards),
             _import_for(names.load_fsdp_optimizer, _Filled),
         ]
@@ -116,13 +116,6 @@ class in_place_of_fsdp(TemporaryChange):
 _numbers = itertools.count()
 
 
-def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Give `owner` another value of `name`. Returns a function that undoes it."""
-    undo = functools.partial(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-    return undo
-
-
 def _import_for(function: FunctionType, wrapper: object) -> Callable[[], None]:
     """Let `function` import `wrapper` as FSDP1's class, and all else from torch. Returns a function that undoes it."""
     import torch.distributed.fsdp.fully_sharded_data_parallel as torchs
@@ -130,9 +123,9 @@ def _import_for(function: FunctionType, wrapper: object) -> Callable[[], None]:
     ours = f"{__name__}, for {function.__qualname__} {next(_numbers)}"
     sys.modules[ours] = ModuleType(ours)  # where an import statement looks first
     vars(sys.modules[ours]).update({**vars(torchs), "FullyShardedDataParallel": wrapper})
-    code, replaced = function.__code__, ("torch.distributed.fsdp", f"{__name__}, for ")
-    names = tuple(ours if name.startswith(replaced) else name for name in code.co_names)
-    restore = _replace(function, "__code__", code.replace(co_names=names))
+    code, prefixes = function.__code__, ("torch.distributed.fsdp", f"{__name__}, for ")
+    names = tuple(ours if name.startswith(prefixes) else name for name in code.co_names)
+    restore = replaced(function, "__code__", code.replace(co_names=names))
 
     def undo() -> None:
         restore()
@@ -148,7 +141,7 @@ def _import_in_trainers() -> Iterator[Callable[[], None]]:
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] in ("transformers", "trl"):
             for name in [name for name, value in vars(module).items() if value is Theirs]:
-                yield _replace(module, name, FullyShardedDataParallel)
+                yield replaced(module, name, FullyShardedDataParallel)
     if fsdp := sys.modules.get("transformers.distributed.fsdp"):
         yield _import_for(fsdp.is_fsdp_managed_module, FullyShardedDataParallel)
 

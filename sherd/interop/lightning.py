@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from sherd.api.accumulate import without_reduction
 from sherd.api.auto_shard import auto_shard, check_arguments
 from sherd.api.blocks import repeated_blocks
 from sherd.api.ema import Ema
@@ -105,7 +106,7 @@ class _Sharding:
         super().__init__(process_group_backend=process_group_backend, **waits)  # type: ignore[call-arg]
         self._set_up: list[nn.Module] = []  # of Fabric, as is the next
         self._backward_sync_control = SimpleNamespace(
-            no_backward_sync=lambda module, enabled: _without_reduction(module) if enabled else nullcontext()
+            no_backward_sync=lambda module, enabled: without_reduction(Unit.below(module)) if enabled else nullcontext()
         )
 
     # A module
@@ -351,7 +352,7 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with _without_reduction(self.model):
+        with without_reduction(Unit.below(self.model)):
             yield
 
     def lightning_module_state_dict(self) -> State:
@@ -579,18 +580,6 @@ class EmaCallback(Callback):  # type: ignore[misc]
         self.ema = Ema(pl_module, self._decay, **self._options)  # of what the strategy has loaded: the averages
         if CURRENT in checkpoint:
             _load_module(pl_module, checkpoint[CURRENT], trainer.lightning_module.strict_loading)
-
-
-@contextmanager
-def _without_reduction(module: nn.Module) -> Iterator[None]:
-    units = [unit for unit in Unit.below(module) if unit.policy.reduce_gradients]
-    for unit in units:
-        unit.change(reduce_gradients=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.change(reduce_gradients=True)
 
 
 def _with_ranks_that_agree(plugin: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -45,6 +46,13 @@ class TemporaryChange:
         while self in self._made or (self._made and self._made[-1]._has_ended):
             for undo in reversed(self._made.pop()._undoes):
                 undo()
+
+
+def replaced(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Give `owner` another value of `name`. Returns a function that undoes it."""
+    undo = functools.partial(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+    return undo
 
 
 def require_tried(package: str, tried: str, who: str) -> None:

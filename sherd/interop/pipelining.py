@@ -14,6 +14,7 @@ from sherd._torch import defers_reductions, write_into
 from sherd.engine import StageUnits, Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
+from sherd.interop.packages import replaced
 from sherd.tensor.ragged import local_part
 
 __all__ = ["PipelineStage"]
@@ -161,5 +162,4 @@ def split_backwards_in_torchs_stages() -> Callable[[], None]:
         with of_stage.split_backward():
             return original(stage, backward_type, *args, **kwargs)
 
-    setattr(owner, name, run)
-    return functools.partial(setattr, owner, name, original)
+    return replaced(owner, name, run)

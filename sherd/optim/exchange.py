@@ -145,21 +145,21 @@ class Part:
     elements: Extent
     shape: Batch
 
-    def held(self, piece: int, updates: bool = False) -> Extent:
+    def held(self, shard: int, updates: bool = False) -> Extent:
         """Returns the elements of a shard's flattened gradient, or tensor, that belong to the matrices."""
         cut = self.cuts[updates]
         if cut.view[0] > 1:
-            return Extent(0, cut.local_numel(piece))
-        run = run_of(cut, piece)
+            return Extent(0, cut.local_numel(shard))
+        run = run_of(cut, shard)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, piece: int, updates: bool) -> PieceRows:
+    def place(self, shard: int, updates: bool) -> ShardRows:
         """Returns where a shard's elements are in this part."""
         cut = self.cuts[updates]
         if cut.view[0] > 1:
-            return PieceRows(cut.view, cut.piece(piece))
-        part = run_of(cut, piece).intersect(self.elements)
-        return PieceRows((1, self.elements.numel, 1), part.shifted(-self.elements.start))
+            return ShardRows(cut.view, cut.piece(shard))
+        part = run_of(cut, shard).intersect(self.elements)
+        return ShardRows((1, self.elements.numel, 1), part.shifted(-self.elements.start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +212,7 @@ class MatrixItem:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRows:
+class ShardRows:
     """Some elements of flattened matrices: `rows` of `view`."""
 
     view: tuple[int, int, int]
@@ -231,18 +231,18 @@ class PieceRows:
 @functools.lru_cache(256)
 def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> list[list[int]]:
     """Returns how many elements each holder has of the gradients of some matrices, and of the matrices themselves."""
-    return [[parts[at].held(piece, updates).numel for at, piece in holders] for updates in (False, True)]
+    return [[parts[at].held(shard, updates).numel for at, shard in holders] for updates in (False, True)]
 
 
 @functools.lru_cache(256)
 def _borders(cut: Cut) -> frozenset[int]:
-    runs = [run_of(cut, piece) for piece in range(cut.num_ranks)]
+    runs = [run_of(cut, shard) for shard in range(cut.num_ranks)]
     return frozenset(end for run in runs for end in (run.start, run.stop))
 
 
-def run_of(cut: Cut, piece: int) -> Extent:
+def run_of(cut: Cut, shard: int) -> Extent:
     """Returns the elements of a flattened tensor that are in a shard, of a cut whose shards are contiguous ranges."""
-    rows, inner = cut.piece(piece), cut.view[2]
+    rows, inner = cut.piece(shard), cut.view[2]
     return Extent(rows.start * inner, rows.numel * inner)
 
 
@@ -303,7 +303,7 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring, flops: Mapping[int, flo
     """Returns the items with their owners, all ranks of the ring the same.
 
     An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. A rank that
-    has much in `flops`, computed besides, gets less. The owners of one parameter's items are in order, so that what
+    has much in `flops`, computed in addition, gets less. The owners of one parameter's items are in order, so that what
     they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
@@ -322,7 +322,7 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring, flops: Mapping[int, flo
 Sizes = tuple[list[int], list[list[int]]]
 """How many elements each rank of the ring is sent, and how many are received from it, part by part."""
 
-Lines = Sequence[Sequence[tuple[int, Extent] | tuple[int, int, PieceRows]]]
+Lines = Sequence[Sequence[tuple[int, Extent] | tuple[int, int, ShardRows]]]
 
 
 def _sizes(sent: Lines, received: Lines) -> Sizes:
@@ -349,8 +349,8 @@ class Bucket:
         self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
         self._header = torch.empty(0)
         self._missing: list[int] | None = None
-        at, piece = holder = ring.holders[ring.rank]
-        self._numels = {item.index: item.parts[at].cuts[0].local_numel(piece) for item in items}
+        at, shard = holder = ring.holders[ring.rank]
+        self._numels = {item.index: item.parts[at].cuts[0].local_numel(shard) for item in items}
         of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
 
         def held(updates: bool) -> list[list[tuple[int, Extent]]]:
@@ -364,15 +364,15 @@ class Bucket:
                 for line in of_rank
             ]
 
-        def places(updates: bool) -> list[list[tuple[int, int, PieceRows]]]:
+        def places(updates: bool) -> list[list[tuple[int, int, ShardRows]]]:
             """Returns the own items of which each rank has a shard: number, part, and the shard's place in it."""
             return [
                 [
-                    (number, at, item.parts[at].place(piece, updates))
+                    (number, at, item.parts[at].place(shard, updates))
                     for number, item in enumerate(self.own)
-                    if (updates or self._sends(rank, item)) and item.held((at, piece), updates).numel
+                    if (updates or self._sends(rank, item)) and item.held((at, shard), updates).numel
                 ]
-                for rank, (at, piece) in enumerate(ring.holders)
+                for rank, (at, shard) in enumerate(ring.holders)
             ]
 
         self._sent, received = held(updates=False), places(updates=False)
@@ -394,7 +394,8 @@ class Bucket:
 
         Those without a gradient are zeros, so that sizes are the same in each step.
         """
-        missing = [*(index for index in self._numels if index not in directions), *faults.missing_besides]
+        # The header is made again only where it differs: it goes to the device.
+        missing = [*(index for index in self._numels if index not in directions), *faults.missing_others]
         if missing != self._missing or self._header.dtype != wire:
             self._missing = missing
             self._header = torch.tensor(header_of(missing), dtype=wire, device=self.device)

@@ -1,4 +1,4 @@
-"""Errors of one rank in a step of whole matrices, and their report to the other ranks.
+"""Errors of one rank in a step of full matrices, and their report to the other ranks.
 
 A rank that cannot go on still takes part in the exchanges of the step. A header precedes all that it sends, to owners
 and from them, with its status: what is wrong. All ranks then raise together, before a parameter changes.
@@ -22,9 +22,9 @@ from sherd.tensor.ragged import local_part
 HEADER = 4
 """The number of elements of a header: what is wrong, the number of a parameter in two parts, and a check."""
 
-GRADIENT, FUNCTION, NOT_FINITE, BESIDES = 1, 2, 3, 4
-"""What is wrong: the gradient cannot be stepped, the function failed, its update is not finite, or the gradient of what
-is stepped besides is not."""
+GRADIENT, FUNCTION, NOT_FINITE, OTHERS = 1, 2, 3, 4
+"""What is wrong: the gradient cannot be stepped, the function failed, its update is not finite, or the gradient of a
+parameter that is no matrix is not."""
 
 
 def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:
@@ -34,7 +34,7 @@ def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:
         missing: the parameters without a gradient, or the one that something is wrong with.
         wrong: what is wrong, 0 for nothing.
     """
-    first = missing[0] + 1 if missing else 0
+    first = missing[0] + 1 if missing else 0  # 0 stands for no parameter
     return [wrong, first // 256 % 256, first % 256, zlib.crc32(repr(list(missing)).encode()) % 256 if missing else 0]
 
 
@@ -43,8 +43,8 @@ class StepFaults:
 
     def __init__(self) -> None:
         self.wrong, self._index = 0, 0
-        self.missing_besides: list[int] = []
-        """The numbers of parameters that are stepped besides matrices and lack a gradient on this rank."""
+        self.missing_others: list[int] = []
+        """The numbers of parameters that are stepped next to matrices and lack a gradient on this rank."""
         self._error: Exception | None = None
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
@@ -56,10 +56,10 @@ class StepFaults:
         if not self.wrong:
             self.wrong, self._index, self._error = wrong, index, error
 
-    def look_besides(self, first: int, parameters: Sequence[torch.Tensor]) -> None:
+    def look_at_others(self, first: int, parameters: Sequence[torch.Tensor]) -> None:
         """Note gradients that are missing or not finite, of parameters that are numbered from `first` on."""
         numbered = list(enumerate(parameters, first))
-        self.missing_besides = [number for number, each in numbered if each.grad is None and each.requires_grad]
+        self.missing_others = [number for number, each in numbered if each.grad is None and each.requires_grad]
         sums: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number, gradient in ((number, local_part(each.grad)) for number, each in numbered if each.grad is not None):
             if gradient.layout is torch.strided and gradient.is_floating_point():
@@ -67,19 +67,19 @@ class StepFaults:
                 wide = torch.float64 if gradient.device.type == "cpu" else torch.float32
                 sums.setdefault(gradient.device, {})[number] = gradient.sum(dtype=wide)
         for of_device in sums.values():
-            self.finite(torch.stack(list(of_device.values()))[:, None, None], list(of_device), None, BESIDES)
+            self.finite(torch.stack(list(of_device.values()))[:, None, None], list(of_device), None, OTHERS)
 
     def take(self) -> tuple[int, int, Exception | None]:
         """Returns what the host knows to be wrong, the parameter's number and the error, and forgets all."""
         taken = self.wrong, self._index, self._error
         self.wrong, self._index, self._error = 0, 0, None
-        self._on_device.clear()
+        self._on_device.clear()  # the next step would report them again
         return taken
 
     def finite(
         self, update: torch.Tensor, numbers: Sequence[int], is_void: torch.Tensor | None, wrong: int = NOT_FINITE
     ) -> torch.Tensor:
-        """Returns updates of whole matrices, on an accelerator with zeros for those that are not finite.
+        """Returns updates of full matrices, on an accelerator with zeros for those that are not finite.
 
         Args:
             update: [number, rows, columns].

@@ -14,28 +14,25 @@ step.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import gradients_of, hooked_step, local_gradients, local_tensor
+from sherd._torch import hooked_step
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.tensor.optimizers import ELEMENTWISE, are_same, params_replaced
-from sherd.tensor.placement import in_dtype
-from sherd.tensor.ragged import as_dtensor, local_part, own_view
-from sherd.tensor.span import Span
-from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
+from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
+from sherd.tensor.optimizers import is_elementwise_class
+from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
     _Optimizer = Optimizer
@@ -87,10 +84,10 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
         raise OptimizerError(f"this {name} is flattened already; call flatten_optimizer once")
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
-            f"{name} looks at whole tensors, rows or indices, and would compute something else on a flat "
+            f"{name} looks at full tensors, rows or indices, and would compute something else on a flat "
             "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
-    if not (elementwise or _is_known(cls)):
+    if not (elementwise or is_elementwise_class(cls)):
         raise OptimizerError(
             f"{name} is not known to treat every element alike, and might compute something else on a flat "
             "buffer; leave it as it is, or pass elementwise=True for a class of your own that does"
@@ -105,15 +102,9 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
             f"{name}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
             "before building the scheduler"
         )
+    # The same object, which the user's schedulers and scalers refer to, with another step.
     optimizer.__class__ = _flat_class(cls)  # type: ignore[arg-type]  # classes are hashable
     return optimizer
-
-
-def _is_known(cls: type[Optimizer]) -> bool:
-    """Returns whether `cls` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
-    return any(
-        issubclass(cls, known) and inspect.unwrap(cls.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
-    )
 
 
 class FlatStep(_Optimizer):
@@ -121,6 +112,7 @@ class FlatStep(_Optimizer):
 
     _sherd_kind: type[Optimizer]
 
+    # No `__init__` makes it: an optimizer gets this class when it exists already.
     @functools.cached_property
     def _sherd_stepper(self) -> _Stepper:
         return _Stepper(self._sherd_kind)
@@ -136,6 +128,7 @@ class FlatStep(_Optimizer):
         return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
 
 
+# Cached, so that two optimizers of one class are still of one class when both are flattened.
 @functools.cache
 def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
     return type(f"Flat{cls.__name__}", (FlatStep, cls), {"step": hooked_step(_step), "_sherd_kind": cls})
@@ -156,101 +149,86 @@ class _Stepper:
 
     def __init__(self, cls: type[Optimizer]) -> None:
         self._plain_step: Callable[[Optimizer], object] = cls.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
-        self._knows_forms = _is_known(cls)
-        self.spans: list[SteppedSpan] = []
-        self._known_states: dict[int, ShardState] = {}
-        self._idle: list[nn.Parameter] = []
-        self._groups: list[list[nn.Parameter]] | None = None
-        self._stepped: list[list[nn.Parameter]] = []
-        self._alone: list[list[nn.Parameter]] = []
+        self._knows_forms = is_elementwise_class(cls)
+        self._local: LocalStep | None = None
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
+        self._idle: list[nn.Parameter] = []
+        self._alone: list[list[nn.Parameter]] = []
+
+    @property
+    def spans(self) -> Sequence[SteppedSpan]:
+        """The spans that were stepped last."""
+        return () if self._local is None else self._local.spans
 
     def step(self, optimizer: Optimizer) -> None:
+        local = self._local
         if not (
-            self._is_current(optimizer)
-            and all(span.take_gradient() for span in self.spans)
+            local is not None
+            and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
+            and local.is_of(optimizer)
+            and local.take_gradients()
+            # A shard that was left out for its missing gradient joins a span again.
             and all(shard.grad is None for shard in self._idle)
         ):
-            self._build(optimizer)
+            local = self._local = self._made(optimizer)
+            taken = local.take_gradients()
+            assert taken, "only shards with a gradient are in a span"
         num_states = len(optimizer.state)
-        self._step_with(optimizer, self._stepped)
+        with self._forms(optimizer, local.parts), local.lent_to(optimizer):
+            self._plain_step(optimizer)
         if any(self._alone):
             # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
-            self._step_with(optimizer, self._alone)
-        if len(optimizer.state) != num_states:
-            # In the order of the parameters: spans differ between ranks, and ranks gather states in order.
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                if parameter in optimizer.state:
-                    optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-    def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
-        """Step with `stepped` as the parameters of the optimizer's groups, and restore the optimizer afterwards."""
-        groups, state_of = optimizer.param_groups, optimizer.state
-        # For a single tensor the list form of a step takes longer.
-        singles = [
-            group
-            for group, parameters in zip(groups, stepped, strict=True)
-            if len(parameters) == 1 and self._knows_forms and group.get("foreach")
-        ]
-        for group in singles:
-            group["foreach"] = False
-        for span in self.spans:
-            span.lend_state(state_of)
-        try:
-            with params_replaced(optimizer, stepped):
+            with self._forms(optimizer, self._alone), params_replaced(optimizer, self._alone):
                 self._plain_step(optimizer)
+        if len(optimizer.state) != num_states:
+            local.put_in_order(optimizer)
+
+    @contextmanager
+    def _forms(self, optimizer: Optimizer, stepped: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+        """Within this context groups with a single tensor to step do not use the list form, which takes longer."""
+        groups = [
+            group
+            for group, tensors in zip(optimizer.param_groups, stepped, strict=True)
+            if len(tensors) == 1 and self._knows_forms and group.get("foreach")
+        ]
+        for group in groups:
+            group["foreach"] = False
+        try:
+            yield
         finally:
-            for group in singles:
+            for group in groups:
                 group["foreach"] = True
-            for span in self.spans:
-                span.take_back(state_of)
-                span.flat.grad = None
 
-    def _is_current(self, optimizer: Optimizer) -> bool:
-        groups, before = [group["params"] for group in optimizer.param_groups], self._groups
-        return (
-            before is not None
-            and len(groups) == len(before)
-            and all(map(are_same, groups, before))
-            and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
-            and all(span.has_its_state(optimizer.state) for span in self.spans)
-        )
-
-    def _build(self, optimizer: Optimizer) -> None:
-        """Build spans of neighbours in one parameter group that have gradients and the same count of steps."""
-        state_of = optimizer.state
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        # States of shards in present and earlier spans, without states that were loaded since.
-        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
-        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
-        records = [ShardedParameter.of(parameter) for group in self._groups for parameter in group]
+    def _made(self, optimizer: Optimizer) -> LocalStep:
+        """Returns a local step whose spans are neighbours of one group with gradients and the same count of steps."""
+        state_of, lists = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        # Parts of present and earlier spans, without states that were loaded since.
+        current = set(map(id, state_of.values()))
+        views = {} if self._local is None else self._local.views
+        views = {shard: each for shard, each in views.items() if id(each[0]) in current}
+        records = [ShardedParameter.of(parameter) for own in lists for parameter in own]
         owners = [record.owner for record in records if record is not None]
         units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
-        group_index_of = {id(parameter): at for at, group in enumerate(self._groups) for parameter in group}
-        self.spans = [
-            SteppedSpan(members)
+        index_of = {id(parameter): at for at, own in enumerate(lists) for parameter in own}
+        spans = [
+            SteppedSpan(index_of[id(members[0][0])], group.shard_buffer, members)
             for _, groups in self._buffers
             for group in groups
-            for members in _neighbours(_shard_views(group, group_index_of), state_of)
+            for members in _neighbours(group, index_of, state_of)
         ]
-        in_spans = {id(shard) for span in self.spans for shard in span.shards}
-        others = [[parameter for parameter in group if id(parameter) not in in_spans] for group in self._groups]
-        shards = [[parameter for parameter in group if isinstance(parameter, DTensor)] for group in others]
-        sharded = {id(shard) for group in shards for shard in group}
-        self._stepped = [[parameter for parameter in group if id(parameter) not in sharded] for group in others]
-        self._idle = [shard for group in shards for shard in group if shard.grad is None]
-        self._alone = [[shard for shard in group if shard.grad is not None] for group in shards]
-        for shard in (shard for group in self._alone for shard in group if id(shard) in self._known_states):
+        in_spans = {id(shard) for span in spans for shard in span.shards}
+        others: list[list[Any]] = [
+            [each for each in own if isinstance(each, DTensor) and id(each) not in in_spans] for own in lists
+        ]
+        self._idle = [shard for own in others for shard in own if shard.grad is None]
+        self._alone = [[shard for shard in own if shard.grad is not None] for own in others]
+        for shard in (shard for own in self._alone for shard in own if id(shard) in views):
             # The shard leaves a span, and with it the count of steps that the span's shards share.
             numbers = {key: copy_of(value) for key, value in state_of[shard].items() if not isinstance(value, DTensor)}
             state_of[shard].update(numbers)
-            del self._known_states[id(shard)]
-        for span in self.spans:
-            self._stepped[span.members[0].group_index].append(span.flat)
-            span.take_state(state_of, self._known_states)
-            taken = span.take_gradient()
-            assert taken, "only shards with a gradient are in a span"
+            del views[id(shard)]
+        return LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
@@ -258,47 +236,47 @@ def _groups_of(unit: Unit | None) -> list[Group]:
     return [] if unit is None else [each.group for each in unit.weights if not each.group.gathers_itself]
 
 
-def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView]:
-    """Returns all shards of a group in the order of the buffer. Shards that are empty on this rank come last."""
-    extents = [slot.held(group.mesh.piece) for slot in group.packing.slots]
-    views = [
-        ShardView(record, group, extent, group_index_of.get(id(record.shard), -1))
-        for record, extent in zip(group.parameters, extents, strict=True)
-    ]
-    return sorted(views, key=lambda view: (view.is_empty, view.extent.start))
+Members = list[tuple[nn.Parameter, Extent]]
+"""Shards, and their extents in the shard buffer."""
 
 
-def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
-    """Returns the shards of each span: neighbours in the buffer with one `_span_key`.
+def _neighbours(group: Group, index_of: Mapping[int, int], state_of: States) -> list[Members]:
+    """Returns the shards of each span: neighbours in the group's buffer with one `_span_key`.
 
     A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps in it.
+    `index_of` has the numbers of the optimizer's parameter groups, by the id of a parameter.
     """
     numbers: dict[int, object] = {}
-    keyed = [(_span_key(view, state_of, numbers), view) for view in views]
-    nonempty = ((key, view) for key, view in keyed if not view.is_empty)
-    spans = [(key, [view for _, view in members]) for key, members in groupby(nonempty, key=itemgetter(0))]
+    keyed = []
+    for record, slot in zip(group.parameters, group.packing.slots, strict=True):
+        shard, extent = record.shard, slot.held(group.mesh.piece)
+        # After `module.to()` a shard is no view of the buffer until the next forward.
+        is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, record.local)
+        key = (index_of[id(shard)], *_state_key(shard, state_of, numbers)) if is_steppable else None
+        keyed.append((key, shard, extent))
+    # The buffer has the shards in an order of its own, in which neighbours become one span.
+    keyed.sort(key=lambda each: each[2].start)
+    nonempty = (each for each in keyed if each[2].numel)
+    spans = [(key, [each[1:] for each in members]) for key, members in groupby(nonempty, key=itemgetter(0))]
     spans = [(key, members) for key, members in spans if key is not None]
-    for key, view in keyed:
-        if view.is_empty and key is not None:
+    for key, shard, extent in keyed:
+        if not extent.numel and key is not None:
             members = next((members for other, members in spans if other == key), None)
             if members is None:
-                spans.append((key, [view]))
+                spans.append((key, [(shard, extent)]))
             else:
-                members.append(view)
+                members.append((shard, extent))
     return [members for _, members in spans]
 
 
-def _span_key(view: ShardView, state_of: States, numbers: dict[int, object]) -> tuple[object, ...] | None:
-    """Returns a key that is equal for shards of one span: the parameter group, and the state that is not element-wise.
+def _state_key(shard: nn.Parameter, state_of: States, numbers: dict[int, object]) -> list[object]:
+    """Returns what is equal for shards of one span: the dtypes of element-wise state, and the values of all other.
 
-    The key is None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
-    buffer. `numbers` has the values of state tensors that were read already, by id.
+    `numbers` has the values of state tensors that were read already, by id.
     """
-    if view.group_index < 0 or not view.fits(view.shard.grad) or not view.is_in_buffer:
-        return None
-    common: list[object] = [view.group_index]
-    for key, value in (state_of.get(view.shard) or {}).items():
-        if view.is_elementwise(key, value):
+    common: list[object] = []
+    for key, value in (state_of.get(shard) or {}).items():
+        if is_elementwise(shard, key, value):
             common.append((key, value.dtype))
         elif isinstance(value, torch.Tensor):
             # Reading a tensor waits for the device. The shards of an earlier span share theirs.
@@ -307,7 +285,7 @@ def _span_key(view: ShardView, state_of: States, numbers: dict[int, object]) -> 
             common.append((key, numbers[id(value)]))
         else:
             common.append((key, value))
-    return tuple(common)
+    return common
 
 
 def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
@@ -321,182 +299,3 @@ def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
             own[key] = {name: copy_of(value) if id(value) in seen else value for name, value in state.items()}
             seen.update(map(id, own[key].values()))
     return own
-
-
-# Spans
-
-
-@dataclass(frozen=True, slots=True)
-class ShardView:
-    """A shard as a view of its group's shard buffer.
-
-    `group_index` is the index of the parameter group in the optimizer, -1 for a shard of another optimizer.
-    """
-
-    record: ShardedParameter
-    group: Group
-    extent: Extent
-    group_index: int
-
-    @property
-    def shard(self) -> nn.Parameter:
-        return self.record.shard
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.extent.numel
-
-    @property
-    def is_in_buffer(self) -> bool:
-        """Returns whether the shard is a view of the buffer. After `module.to()` it is none until the next forward."""
-        return self.group.has_at(self.extent.start, self.record.local)
-
-    def fits(self, gradient: object) -> bool:
-        return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
-
-    def is_elementwise(self, key: str, value: object) -> bool:
-        """Returns whether `value`, the optimizer's state under `key`, has one element for each element of the shard."""
-        return state_kind(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
-
-    def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Returns a DTensor around `local`, 1-D and uncopied, with the layout of the shard."""
-        return as_dtensor(own_view(local).view(self.record.local.shape), in_dtype(self.record.shard_spec, local.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class ShardState:
-    """The state of a shard in a span: `state` is the optimizer's, `views` are parts of the span's vectors."""
-
-    shard: nn.Parameter
-    state: State
-    views: dict[str, torch.Tensor]
-
-
-class SteppedSpan:
-    """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
-
-    Shards that are empty on this rank come last among the `members`; they share the count of steps.
-    """
-
-    def __init__(self, members: Sequence[ShardView]) -> None:
-        extents = [member.extent for member in members if not member.is_empty]
-        first, stop = (extents[0].start, extents[-1].stop) if extents else (0, 0)
-        self.members = tuple(members)
-        self.shards = [member.shard for member in members]
-        self.flat = nn.Parameter(members[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
-        in_span = (extent.shifted(-first) for extent in extents)
-        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(extents))))
-        self._starts = [extent.start - first for extent in extents]
-        self._none_is_empty = len(extents) == len(members)
-        self._shape = self.flat.shape
-        # Gradients at the addresses of the shards may still have their elements in another order (transposed), unless
-        # they are neighbours with a single dimension.
-        self._may_be_transposed = len(extents) == 1 or any(member.record.local.dim() > 1 for member in members)
-        gaps = [torch.arange(gap.start, gap.stop) for gap in self._span.gaps]
-        self.padding = torch.cat(gaps).to(self.flat.device) if gaps else None
-        self._addresses: list[int] = []
-        self.state: State = {}
-        self._given: State = {}
-        self._states: list[State] = []
-
-    def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns the vector that `parts` are views of, or None if their offsets differ from those of the shards."""
-        first = parts[0]
-        if not self._starts:
-            return first.new_empty(0)
-        addresses = list(map(torch.Tensor.data_ptr, parts if self._none_is_empty else parts[: len(self._starts)]))
-        if addresses != self._addresses:
-            itemsize = first.itemsize
-            self._addresses = [addresses[0] + start * itemsize for start in self._starts]
-            if addresses != self._addresses:
-                return None
-        if self._may_be_transposed and not all(map(torch.Tensor.is_contiguous, parts)):
-            return None
-        try:
-            # Parts at addresses within the first part's storage belong to that storage.
-            return first.as_strided(self._shape, (1,))
-        except RuntimeError:  # the storage ends before the last part
-            return None
-
-    # Gradients
-
-    def take_gradient(self) -> bool:
-        """Give `flat` the shards' gradients, uncopied if they share one buffer. Returns False if any is missing."""
-        try:
-            parts = local_gradients(self.shards)
-        except AttributeError:  # a gradient is None or no DTensor
-            return False
-        gradient = self._in_place(parts) if parts[0].dtype is self.flat.dtype else None
-        if gradient is None:
-            if not all(map(ShardView.fits, self.members, gradients_of(self.shards))):
-                return False
-            gradient = self._span.vector(parts, self.flat.dtype)
-        elif self.padding is not None:
-            # The reduction leaves any values in the padding, which an optimizer's sum over the buffer would include:
-            # test_what_lies_between_gradients_stays_there.
-            gradient.index_fill_(0, self.padding, 0)
-        self.flat.grad = gradient
-        return True
-
-    # State
-
-    def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
-        """Make the span's state of the shards' states, uncopied if these share one buffer; shards get views of it.
-
-        `known` has the states of shards that were in a span before, by the id of the shard.
-        """
-        states = [state_of.get(shard) or {} for shard in self.shards]
-        vectors: State = {}
-        for key, value in states[0].items():
-            if self.members[0].is_elementwise(key, value):
-                parts = [
-                    known[id(shard)].views[key] if id(shard) in known else local_part(state[key]).reshape(-1)
-                    for shard, state in zip(self.shards, states, strict=True)
-                ]
-                vector = self._in_place(parts)
-                vectors[key] = self._span.vector(parts, parts[0].dtype) if vector is None else vector
-            else:
-                # A copy: two spans that were one must not share their count of steps.
-                vectors[key] = copy_of(value)
-        if vectors:
-            self._hand_out(vectors, state_of)
-
-    def shard_states(self) -> Iterator[ShardState]:
-        views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
-        for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
-            yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
-
-    def has_its_state(self, state_of: States) -> bool:
-        """Returns whether the shards have the state of this span, which a load or a clear replaces."""
-        state = state_of.get(self.shards[0])
-        return state is self._states[0] if self._states else not state
-
-    def lend_state(self, state_of: States) -> None:
-        """Show the span's state to the optimizer for a step."""
-        if self._states:
-            state_of[self.flat] = self.state
-
-    def take_back(self, state_of: States) -> None:
-        """End a step: give the shards their parts of new state."""
-        state = state_of.pop(self.flat, None)
-        if state is not None:
-            self._hand_out(state, state_of)
-
-    def _hand_out(self, state: State, state_of: States) -> None:
-        if not self._states:
-            self._states = [{} for _ in self.members]
-            state_of.update(zip(self.shards, self._states, strict=True))
-        for key, value in state.items():
-            if key in self._given and self._given[key] is value:
-                continue
-            if self._is_vector(value):
-                views = zip(self._states, self.members, self._span.views(value), strict=True)
-                for own, member, view in views:
-                    own[key] = member.dtensor(view)
-            else:
-                for own in self._states:
-                    own[key] = value
-        self.state, self._given = state, dict(state)
-
-    def _is_vector(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self._shape

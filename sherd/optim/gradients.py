@@ -28,13 +28,13 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         local = local_part(laid_as_gradient(gradient, record))
         own = record.gradient_cut.local_shape(record.mesh.piece)
     if local.is_sparse:
-        raise GradientError(f"{name} has a sparse gradient; a function of whole matrices takes dense ones")
+        raise GradientError(f"{name} has a sparse gradient; a function of full matrices takes dense ones")
     if tuple(local.shape) != own:
         raise GradientError(
             f"{name} has a gradient of {tuple(local.shape)} on this rank, and {own} are expected; "
             "leave gradients as backward places them"
         )
-    return local.contiguous()
+    return local.contiguous()  # it is sent as parts of a vector
 
 
 def zeros_as_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Ten
 def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Let backward reduce the full gradient of each parameter to one rank, so that all ranks get equal work.
 
-    This is for parameters that the user gave no placement, and whose shards do not consist of whole matrices.
+    This is for parameters that the user gave no placement, and whose shards do not consist of full matrices.
 
     Args:
         parameters: each with the rows of one of its matrices, 0 for all rows.

@@ -1,8 +1,8 @@
-"""`MatrixOptimizer`: an optimizer whose step is a function of whole matrices, whatever way their elements are sharded.
+"""`MatrixOptimizer`: an optimizer whose step is a function of full matrices, whatever way their elements are sharded.
 
-    gradient's shard --directions--> direction's shard --to owners--> whole matrices, at their owners
+    gradient's shard --directions--> direction's shard --to owners--> full matrices, at their owners
                                                                         | function, batched by shape
-    parameter's shard <----apply---- update's shard  <--from owners-- whole updates
+    parameter's shard <----apply---- update's shard  <--from owners-- full updates
 
 Everything is computed on local tensors: no operation of a step is dispatched by DTensor. Matrices that are complete
 on one rank (`Owned()`, experts or heads under a placement that does not cut them) do not travel.
@@ -27,7 +27,7 @@ from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeE
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
-from sherd.optim.faults import BESIDES, FUNCTION, GRADIENT, NOT_FINITE, Reported
+from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, OTHERS, Reported
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
 from sherd.optim.matrix_plan import Group, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
@@ -48,12 +48,12 @@ MOST_PLANS = 512
 
 
 class MatrixOptimizer(Optimizer):
-    """Steps every parameter by a function of its whole matrix.
+    """Steps every parameter by a function of its full matrix.
 
     In a step `function(matrices)` is called with the gradients of matrices of one shape, [number, rows, columns], and
     returns as many updates of that shape. A parameter p becomes `p * (1 - lr * weight_decay) - lr * update`. The
     function runs once for each matrix, on one rank: the matrices are divided so that all ranks have equal work. Under
-    `Owned()`, and where a rank's shard is whole matrices, nothing travels. Else the shards of a gradient go to its
+    `Owned()`, and where a rank's shard is full matrices, nothing travels. Else the shards of a gradient go to its
     owner in one all-to-all, and those of the update return in another.
 
     A 2-D parameter is one matrix, a 3-D one a batch of them (experts), and one of more dims, of a convolution, is
@@ -181,7 +181,7 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
 
-        State of whole matrices keeps its dtype, where torch would give it the parameter's. AdamW's moments of matrices
+        State of full matrices keeps its dtype, where torch would give it the parameter's. AdamW's moments of matrices
         are left out, with the options of their group: no momentum can be made of them. A warning names them.
         """
         state_dict = watcher.fitting(self, state_dict, self._foreign)
@@ -247,7 +247,7 @@ class MatrixOptimizer(Optimizer):
             (name, size, plan.way_of(indices) if is_stepped else "frozen"): len(indices)
             for (name, size, is_stepped), indices in alike.items()
         }
-        return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
+        return "\n".join([f"{type(self).__name__} of full matrices", *rows_of(lines)])
 
     def _names(self, groups: Iterable[Group]) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -293,7 +293,7 @@ class MatrixOptimizer(Optimizer):
 
     # What a subclass may do otherwise
 
-    def besides(self) -> Sequence[torch.Tensor]:
+    def others(self) -> Sequence[torch.Tensor]:
         """Returns the parameters that are stepped after the matrices, otherwise."""
         return ()
 
@@ -316,7 +316,7 @@ class MatrixOptimizer(Optimizer):
         return {} if self._shapes is None else self._shapes(rows, columns)
 
     def updates(self, group: Group, matrices: torch.Tensor, state: MatrixState | None = None) -> torch.Tensor:
-        """Returns the updates of whole matrices of one shape, [number, rows, columns].
+        """Returns the updates of full matrices of one shape, [number, rows, columns].
 
         What `state_shapes` names is in `state`, and is changed there. Where nothing is kept, `state` is not given.
         """
@@ -395,7 +395,7 @@ class _Step:
         self.groups = list(zip(groups, plan.by_group, strict=True))
         self.directions: dict[int, torch.Tensor] = {}
         # Where nothing travels no header tells the other ranks.
-        self.besides = optimizer.besides() if plan.traveling else ()
+        self.others = optimizer.others() if plan.traveling else ()
         self.updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
 
     def parts(self) -> Parts:
@@ -407,7 +407,7 @@ class _Step:
             self.optimizer._agree_on(self.plan)
             self._move_states()
         self._take_directions()
-        self.faults.look_besides(len(self.plan.parameters), self.besides)
+        self.faults.look_at_others(len(self.plan.parameters), self.others)
         self._compute(self.plan.local, {})
         now = self.faults.keep_reported((yield from self._exchange()))
         if now is not None:
@@ -475,6 +475,7 @@ class _Step:
             them; one: gradients were at owners already.
         """
         buckets = self.plan.buckets
+        # One bucket ahead: while a rank computes a bucket's updates, the next one is on its way.
         sent, headers, updates = deque(map(self._to_owners, buckets[:1])), [], []
         first = next((bucket for bucket in buckets if not bucket.at_owners), None)
         for number, bucket in enumerate(buckets):
@@ -484,6 +485,7 @@ class _Step:
             header, moving = self._turn(bucket, sent.popleft())
             headers.append(header)
             updates.append(moving)
+        # Nothing reads directions any more: their memory is free for what runs while the updates travel.
         with_gradient = set(self.directions)
         self.directions.clear()
         if updates:
@@ -522,44 +524,38 @@ class _Step:
         received: Mapping[MatrixItem, torch.Tensor],
         is_void: torch.Tensor | None = None,
     ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of the items in `received` and `local`, and notes those of the latter."""
+        """Returns the updates of the items in `received` and `local`, and notes those of the latter.
+
+        One call of the function computes all matrices of one shape and parameter group. Where something is wrong on
+        this rank, updates are zeros.
+        """
         matrices = dict(received)
         for item, held in local:
             if item.index in self.directions:
                 own = self.directions[item.index][held.start : held.stop].view(item.batch)
                 matrices[item] = own.to(self.plan.computes_on(item.index))
-        computed = self._computed(matrices, is_void)
-        for item, held in local:
-            if item in computed:
-                self.updates[item.index].append((held, computed[item].reshape(-1)))
-        return computed
-
-    def _computed(
-        self, whole: Mapping[MatrixItem, torch.Tensor], is_void: torch.Tensor | None
-    ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of whole matrices: one call of the function for all of one shape and parameter group.
-
-        Where something is wrong on this rank, updates are zeros.
-        """
         alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
-        for item, matrices in whole.items():
-            alike[self.plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
+        for item, each in matrices.items():
+            alike[self.plan.group_of[item.index], item.batch[1:], each.dtype, each.device].append(item)
         computed: dict[MatrixItem, torch.Tensor] = {}
         for (at, *_), items in alike.items():
             group = self.groups[at][0]
-            matrices = _joined([whole[item] for item in items])
-            update = torch.zeros_like(matrices)
+            together = _joined([matrices[item] for item in items])
+            update = torch.zeros_like(together)
             try:
                 if not self.faults.wrong:
-                    update = self._update_of(group, items, matrices)
+                    update = self._update_of(group, items, together)
                     numbers = [item.index for item in items for _ in range(item.batch[0])]
                     if not float(group["lr"]):
                         # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
-                        update = torch.zeros_like(matrices)
+                        update = torch.zeros_like(together)
                     update = self.faults.finite(update, numbers, is_void)
             except Exception as error:
                 self.faults.note(FUNCTION, items[0].index, error)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
+        for item, held in local:
+            if item in computed:
+                self.updates[item.index].append((held, computed[item].reshape(-1)))
         return computed
 
     def _update_of(self, group: Group, items: Sequence[MatrixItem], matrices: torch.Tensor) -> torch.Tensor:
@@ -602,6 +598,7 @@ class _Step:
             return
         local = {index: local_part(self.plan.parameters[index]) for index in indices}
         nonempty = [each for each in local.values() if each.numel()]
+        # Before any update is added, as in torch: an update is not decayed.
         if nonempty and (decay := lr * group["weight_decay"]):
             torch._foreach_mul_(nonempty, 1 - decay)
         by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
@@ -630,7 +627,7 @@ class _Step:
 
     def _failure(self, wrong: int, index: int, rank: int) -> SherdError:
         name, where = self._name_at(index), f"on rank {rank}"
-        if wrong == BESIDES:
+        if wrong == OTHERS:
             return GradientError(
                 f"the gradient of {name}, which {type(self.optimizer).__name__} leaves to AdamW, has elements that are "
                 f"inf or nan {where}; skip such steps (sherd.step, a gradient scaler)"
@@ -659,7 +656,7 @@ class _Step:
         )
 
     def _name_at(self, index: int) -> str:
-        return self.optimizer._name_of([*self.plan.parameters, *self.besides][index])
+        return self.optimizer._name_of([*self.plan.parameters, *self.others][index])
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
         return in_short([self.optimizer._name_of(each) for each in parameters], 3)
@@ -714,8 +711,8 @@ def _wrong_state(state: MatrixState, shapes: Mapping[str, Shape]) -> str | None:
 def _takes_parts(parameter: torch.Tensor) -> bool:
     """Returns whether tensor parallelism cuts a parameter other than between experts."""
     record = ShardedParameter.of(parameter)
-    whole, part = tuple(parameter.shape), parameter.shape if record is None else tuple(record.shape)
-    return whole != part and not (len(whole) == 3 and whole[1:] == part[1:])
+    full, part = tuple(parameter.shape), parameter.shape if record is None else tuple(record.shape)
+    return full != part and not (len(full) == 3 and full[1:] == part[1:])
 
 
 def _require_shapes(shapes: Mapping[str, Shape]) -> None:

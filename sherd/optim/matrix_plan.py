@@ -1,4 +1,4 @@
-"""The plan of a step of whole matrices: which rank computes each matrix, and which travel together."""
+"""The plan of a step of full matrices: which rank computes each matrix, and which travel together."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
     name = name or ShardedParameter.name_of(parameter)
     if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
         raise OptimizerError(
-            f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers of 16 bits or more"
+            f"{name} is of {parameter.dtype}; a function of full matrices takes real numbers of 16 bits or more"
         )
     if parameter.layout is not torch.strided:
-        raise OptimizerError(f"{name} is sparse; a function of whole matrices takes dense ones")
+        raise OptimizerError(f"{name} is sparse; a function of full matrices takes dense ones")
     if record is None and isinstance(parameter, DTensor):
         raise OptimizerError(
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
@@ -114,7 +114,7 @@ def tensor_axis_of(
     ):
         return None
     names, mesh = spec.mesh.mesh_dim_names, record.shard_spec.mesh
-    assert names and mesh.mesh_dim_names, "axes besides those of data parallelism have names"
+    assert names and mesh.mesh_dim_names, "axes other than those of data parallelism have names"
     return TensorAxis(mesh, mesh.mesh_dim_names.index(names[axis]), dim)
 
 
@@ -150,13 +150,13 @@ class MatrixPlan:
         """Items that are complete on this rank, with their elements in the local tensor; computed before exchanges."""
         self.buckets: list[Bucket] = []
         self.faults = StepFaults()
-        ids, besides = set(map(id, self.parameters)), defaultdict[int, float](float)
+        ids, loads = set(map(id, self.parameters)), defaultdict[int, float](float)
         # All ranks have begun the same plans.
         for other in (each for each in others if each._has_begun and ids.isdisjoint(map(id, each.parameters))):
             for rank, flops in other.flops.items():
-                besides[rank] += flops
+                loads[rank] += flops
         for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
-            owned = with_owners(items, ring, besides)
+            owned = with_owners(items, ring, loads)
             self._divide(ring, owned)
             for index, own in groupby(owned, lambda item: item.index):
                 self.homes[index] = self._home(index, list(own), ring)
@@ -199,7 +199,7 @@ class MatrixPlan:
         if not owners and any(self._axes[index] is not None for index in indices):
             return "a rank of data and tensor parallelism; shards of gradients go there, those of updates come back"
         if not owners:
-            return "whole on this rank; every rank computes it"
+            return "complete on this rank; every rank computes it"
         who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
         if not self._traveling.isdisjoint(indices):
             return f"{who}; shards of gradients go there, those of updates come back"
@@ -234,6 +234,7 @@ class MatrixPlan:
                 continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
+                # As if one rank held all of it, so that one kind of item serves both.
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.local.append((MatrixItem(index, batch, (Part((plain, plain), everything, batch),)), everything))
                 self.homes[index] = Home(batch[0], [self.local[-1][0]])
@@ -289,7 +290,7 @@ class MatrixPlan:
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
-    record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as a whole
+    record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as one
     return (parameter if record is None else record).requires_grad or parameter.grad is not None
 
 
@@ -308,5 +309,5 @@ def key_of(groups: Sequence[Group]) -> PlanKey:
 
 
 def options_of(group: Group) -> tuple[int, str, str]:
-    """Returns what `batch_of` is given of a group besides its parameters."""
+    """Returns what `batch_of` is given of a group in addition to its parameters."""
     return group.get("rows", 0), "", group.get("tensor_parallel", "whole")

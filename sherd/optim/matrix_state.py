@@ -1,4 +1,4 @@
-"""State of whole matrices: a tensor with an entry for each matrix of a parameter, on the rank that owns the matrix.
+"""State of full matrices: a tensor with an entry for each matrix of a parameter, on the rank that owns the matrix.
 
     w: 3 matrices, m x n             rank 0          rank 1          rank 2
     computed by                      | 0 | 1 |                       | 2 |
@@ -66,11 +66,11 @@ class Home:
         All ranks that hold the parameter must call it: a value in another layout is gathered. Zeros are of the wider of
         float32 and the dtype of `like`. They are on its device, and so is what was moved.
         """
-        whole = (self.number, *shape)
-        layout = self.layout(whole)
+        full_shape = (self.number, *shape)
+        layout = self.layout(full_shape)
         if value is None:
             dtype = torch.promote_types(like.dtype, torch.float32)
-            local = torch.zeros(layout.local_shape if layout else whole, dtype=dtype, device=like.device)
+            local = torch.zeros(layout.local_shape if layout else full_shape, dtype=dtype, device=like.device)
             return ragged_dtensor(local, layout.spec(dtype)) if layout else local
         if layout is None:
             return full_of(value) if isinstance(value, DTensor) else value
@@ -78,20 +78,20 @@ class Home:
             return value if layout_of(spec) is layout else around(local_tensor(value), layout.spec(value.dtype))
         return laid_out(value, layout.spec(value.dtype), like.device)
 
-    def layout(self, whole: Shape) -> Layout | None:
-        """Returns the layout of the state of all matrices, of the shape `whole`; None: every rank has all of it."""
+    def layout(self, shape: Shape) -> Layout | None:
+        """Returns the layout of the state of all matrices, of the shape `shape`; None: every rank has all of it."""
         if self._ring is None or self._spec is None:
             return None
-        if whole not in self._layouts:
+        if shape not in self._layouts:
             mesh, placements = self._spec.mesh, self._spec.placements
-            axes, ends = self._ring.axes_of(mesh), tuple(end * prod(whole[1:]) for end in self._ends)
-            cut = Runs((self._ends[-1], *whole[1:]), len(ends), 0, ends, by_rows=True)
+            axes, ends = self._ring.axes_of(mesh), tuple(end * prod(shape[1:]) for end in self._ends)
+            cut = Runs((self._ends[-1], *shape[1:]), len(ends), 0, ends, by_rows=True)
             # On other axes tensor parallelism divides matrices among ranks, or all ranks have the same ones.
             others = [
                 Replicate() if axis in axes or each.is_replicate() else Shard(0) for axis, each in enumerate(placements)
             ]
-            self._layouts[whole] = layout_of(ragged_spec(mesh, others, whole, torch.float32, cut, axes))
-        return self._layouts[whole]
+            self._layouts[shape] = layout_of(ragged_spec(mesh, others, shape, torch.float32, cut, axes))
+        return self._layouts[shape]
 
     def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
         """Returns the view of `value`, a state in its `layout`, with the entries of one of the own items."""

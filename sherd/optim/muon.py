@@ -142,6 +142,7 @@ class Muon(MatrixOptimizer):
         self._why: dict[str, str] = {}
         """Why a parameter of a model is left to AdamW, by its name."""
         self._adamw: torch.optim.Optimizer | None = None
+        # Checked before AdamW's options, which have this rate too: its error would name AdamW.
         number_from_0("Muon(lr", lr)
         self._adamw_options = _adamw_options({"lr": lr, "weight_decay": weight_decay, **_mapping("adamw", adamw)})
         defaults = {
@@ -287,12 +288,13 @@ class Muon(MatrixOptimizer):
         if others := [group for group in self.param_groups if group["algorithm"] == "adamw"]:
             if self._adamw is None:
                 self._adamw = flatten_optimizer(torch.optim.AdamW([{"params": group["params"]} for group in others]))
+            # It has no groups and no state of its own: users, schedulers and checkpoints see one optimizer.
             self._adamw.param_groups, self._adamw.state = others, self.state
             # Hooks, such as those that ask other ranks, see one step of one optimizer:
             # test_hooks_see_one_step_of_one_optimizer
             inspect.unwrap(type(self._adamw).step)(self._adamw)
 
-    def besides(self) -> Sequence[torch.Tensor]:
+    def others(self) -> Sequence[torch.Tensor]:
         """Returns the parameters that AdamW steps, of which several ranks hold elements."""
         given = [each for group in self.param_groups if group["algorithm"] == "adamw" for each in group["params"]]
         records = zip(given, map(ShardedParameter.of, given), strict=True)
@@ -321,11 +323,8 @@ class Muon(MatrixOptimizer):
         """Returns the matrices, orthogonalised, and for NorMuon with rows that are divided."""
         dtype = self._ns_dtype or computes_in(matrices.device)
         coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        update = orthogonalized(matrices, coefficients, group["eps"], dtype, self._is_host(matrices.device))
+        update = orthogonalized(matrices, coefficients, group["eps"], dtype, matrices.device.type == "cpu")
         return update if state is None else with_even_rows(update, state["second_momentum_buffer"], group["beta2"])
-
-    def _is_host(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
@@ -342,7 +341,7 @@ class Muon(MatrixOptimizer):
         """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""
         if group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        ratio = rows / max(columns, 1)
+        ratio = rows / max(columns, 1)  # a matrix without columns has no elements to scale
         return math.sqrt(ratio if group["adjust_lr_fn"] == "spectral_unclamped" else max(1.0, ratio))
 
 
@@ -350,6 +349,7 @@ class TorchMuonStep(Muon):
     """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Not by Muon's own `__init__`, which would make groups, and check options that torch has checked.
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why, self._stepped = None, None, {}, set()
@@ -361,18 +361,15 @@ class TorchMuonStep(Muon):
         return []
 
     def matrix_groups(self) -> list[Group]:
-        """Those of the optimizer."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer
-        """That of the optimizer."""
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
-    def besides(self) -> Sequence[torch.Tensor]:
-        """None: the optimizer has no others."""
+    def others(self) -> Sequence[torch.Tensor]:
         return ()
 
     @property

@@ -104,6 +104,7 @@ def orthogonalized(
 
 def _iterated(x: torch.Tensor, coefficients: Sequence[Coefficients], eps: float) -> torch.Tensor:
     """Returns one matrix, or a batch of them, orthogonalised."""
+    # The iteration is made for singular values up to 1, and no singular value is larger than this norm.
     x = x / x.flatten(-2).norm(dim=-1).clamp(min=eps)[..., None, None]
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # the Gram matrix of the shorter side is the smaller one

@@ -1,4 +1,4 @@
-"""Steps of `torch.optim.Muon` over sharded matrices: whole matrices, as `sherd.Muon` steps them.
+"""Steps of `torch.optim.Muon` over sharded matrices: full matrices, as `sherd.Muon` steps them.
 
 torch's own step over DTensors gathers each matrix 15 times, repeats its products on every rank, and rounds otherwise
 than in one process. Nothing changes but the step: parameter groups, state and their names are torch's.

@@ -24,14 +24,14 @@ from sherd.tensor.operands import (
     lone_value,
     mixed,
     on_unsharded,
-    piece_at,
+    part_at,
     refuse_plain_out,
     unknown,
 )
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import known
-from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor, whole_of
+from sherd.tensor.sharded import OwnDTensor, by_torch, full_value_of, places_at, sharded_dtensor
 from sherd.tensor.table import (
     SHARDED,
     Args,
@@ -64,26 +64,27 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     if first is None or (kwargs and any(value is not first for value in tensors_among(kwargs.values()))):
         return otherwise(func, args, kwargs)
     places = places_at(first)
-    pieces: list[object] = []
+    shards: list[object] = []
     for value in args:
-        piece = piece_at(value, places)
+        shard = part_at(value, places)
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if piece is None and (is_index(value) or (is_plain and func.name() == "aten::copy_")):
-            piece = first.piece_of(value.expand(first.shape)) if broadcasts(value.shape, first.shape) else None
-        if piece is None and value is not None:
+        if shard is None and (is_index(value) or (is_plain and func.name() == "aten::copy_")):
+            shard = first.part_of(value.expand(first.shape)) if broadcasts(value.shape, first.shape) else None
+        if shard is None and value is not None:
             return otherwise(func, args, kwargs)
-        pieces.append(piece)
+        shards.append(shard)
     memory_format = kwargs.get("memory_format") or torch.preserve_format
     if places.strides is None:
         keeps_order = memory_format in (torch.preserve_format, torch.contiguous_format)
     else:
         keeps_order = memory_format is torch.preserve_format
+    # In place on a tensor that is not sharded, this rank's shard alone would be written.
     if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
-    result = func(*pieces, **with_changed(kwargs, DTensor, local_tensor))
+    result = func(*shards, **with_changed(kwargs, DTensor, local_tensor))
     if "out" in kwargs:
         return first
-    return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
+    return args[0] if result is shards[0] else with_changed(result, torch.Tensor, first.around)
 
 
 SHARDED.answers("pointwise", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))
@@ -154,7 +155,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
         return otherwise(func, args, kwargs)
     if isinstance(tensor, OwnDTensor) and index.dtype == torch.bool and index.ndim <= tensor.ndim:
         if index.shape != tensor.shape:  # a mask of the first dims: of rows
-            index = (whole_of(index) if isinstance(index, DTensor) else index).reshape(
+            index = (full_value_of(index) if isinstance(index, DTensor) else index).reshape(
                 *index.shape, *(1,) * (tensor.ndim - index.ndim)
             )
         return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
@@ -271,7 +272,7 @@ def _into_other(func: Aten, args: Args, kwargs: Kwargs) -> object:
             "of it on every rank, or a full state dict: state_dict() of the wrapper itself, not of a module in it, or "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
-    return func(target, whole_of(source), *rest, **kwargs)
+    return func(target, full_value_of(source), *rest, **kwargs)
 
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -306,16 +307,16 @@ def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
         if value is kwargs.get("out") or (value is args[0] and (name in FILLERS or name.endswith("_like"))):
             device = local_tensor(value).device  # only its form counts
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return whole_of(value)
+        return full_value_of(value)
 
-    def kept(whole: torch.Tensor) -> torch.Tensor:
-        if whole.shape != own.shape:
-            return known(whole, places)
-        local = own.piece_of(whole).clone()
+    def kept(full: torch.Tensor) -> torch.Tensor:
+        if full.shape != own.shape:
+            return known(full, places)
+        local = own.part_of(full).clone()
         for axis in () if local.is_meta else places.copied_axes:
             dist.broadcast(local, group=places.mesh.get_group(axis), group_src=0)
         return own.around(local)
 
-    whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, operand)
-    result = with_changed(func(*whole_args, **whole_kwargs), torch.Tensor, kept)
+    full_args, full_kwargs = with_changed((args, kwargs), DTensor, operand)
+    result = with_changed(func(*full_args, **full_kwargs), torch.Tensor, kept)
     return result if target is None else target.copy_(result)

@@ -1,7 +1,7 @@
 """The operands of one operation: what this rank computes with, or the unsharded tensors, with which every rank does.
 
 Tensors whose elements are on the same ranks may meet, element by element. An operation that needs other elements is
-done by every rank with the unsharded tensors, as for equal chunks (`on_whole`).
+done by every rank with the unsharded tensors, as for equal chunks (`on_full_values`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sherd.tensor.gather import gather, piece_of
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of, places_of
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.replicated import ReplicatedDTensor
-from sherd.tensor.sharded import on_whole
+from sherd.tensor.sharded import on_full_values
 from sherd.tensor.table import (
     Args,
     Aten,
@@ -32,17 +32,13 @@ from sherd.tensor.table import (
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the full tensor, or "
-    ".to_local() to work with this rank's piece"
+    ".to_local() to work with this rank's part"
 )
 
 
-def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
-    """Returns the ragged tensors among the arguments, in order."""
-    return list(of_kind((*args, *kwargs.values()), RaggedDTensor))
-
-
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
-    return [layout_of(spec_of(tensor)) for tensor in ragged_among(args, kwargs)]
+    """Returns the layouts of the ragged tensors among the arguments, in order."""
+    return [layout_of(spec_of(tensor)) for tensor in of_kind((*args, *kwargs.values()), RaggedDTensor)]
 
 
 def local_of(value: object, layout: Layout, func: Aten) -> object:
@@ -55,9 +51,9 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    piece = piece_at(value, layout)
-    if piece is not None:
-        return piece
+    part = part_at(value, layout)
+    if part is not None:
+        return part
     if isinstance(value, RaggedDTensor):
         other = layout_of(spec_of(value))
         owned = layout.owner is not None and other.owner is not None
@@ -71,7 +67,7 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
     raise mixed(func, layout, value)
 
 
-def piece_at(value: object, places: Places) -> object:
+def part_at(value: object, places: Places) -> object:
     """Returns this rank's operand for `value`: the shard of a tensor with these places, or the value of a scalar.
 
     A value that is no tensor is its own operand. None: the elements are elsewhere.
@@ -114,7 +110,7 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it in the same way first (sherd.tensor.ragged.redistribute_to)"
         if all(each.is_replicate() for each in value.placements):  # what an optimizer of matrices has reduced
-            remedy = f"give an optimizer of whole matrices placement Owned(), or {remedy}"
+            remedy = f"give an optimizer of full matrices placement Owned(), or {remedy}"
         if layout.owner is not None and layout.shape == tuple(value.shape):
             remedy = (
                 "a full gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
@@ -168,4 +164,4 @@ def on_unsharded(func: Aten, args: Args, kwargs: Kwargs) -> object:
             raise unknown(func, layout, "ranks may look up rows of their own in a tensor that is trained")
     elif plain := [each for each in others if not hasattr(each, "placements") and lone_value(each) is None]:
         raise mixed(func, layout, plain[0])
-    return on_whole(func, args, kwargs)
+    return on_full_values(func, args, kwargs)

@@ -1,16 +1,11 @@
-"""Our tensors in optimizers: lists that they step, steps on plain tensors instead, and state with other placements.
+"""Our tensors in optimizers: lists that they step, which optimizers step parts instead, state with other placements.
 
 A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each class is computed by itself.
 
 A list of tensors of a class of ours reaches Python once for each operation: 900 tensors add three quarters to the time
-of a foreach step. So the second step and later ones compute on this rank's parts of parameters, gradients and state.
-The optimizer has them while it computes, inside of all step hooks, and no longer:
-
-    outside of a step    param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
-    within               param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
-
-Optimizers of other packages know plain tensors alone. Where each parameter is unsharded on one rank (`Owned`), they get
-these, from the first step on.
+of a foreach step. So the second step and later ones compute on this rank's parts (`LocalStep`). Optimizers of other
+packages know plain tensors alone. Where each parameter is unsharded on one rank (`Owned`), they get these, from the
+first step on.
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
 load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
@@ -21,32 +16,22 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, islice
-from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from sherd._torch import (
-    attributes_of,
-    give_attributes,
-    local_tensor,
-    register_optimizer_step_pre_hook,
-    spec_of,
-    specs_of,
-)
-from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
+from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd.tensor.local_step import LocalStep, params_of
+from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, part_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
-from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
+from sherd.tensor.ragged import RaggedDTensor, as_result
+from sherd.tensor.relayout import laid_out
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
-from sherd.tensor.state_kind import State, StateKind, elementwise_keys, state_kind
+from sherd.tensor.state_kind import StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
 OnLists = Callable[[Aten, Args, Kwargs], object]
@@ -59,7 +44,7 @@ def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's shards. Results have the places of the first list."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
-    return by_kind(_on_pieces, func, args, kwargs)
+    return by_kind(_on_parts, func, args, kwargs)
 
 
 def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
@@ -102,7 +87,7 @@ def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> ob
     return value if one is None else one
 
 
-def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
+def _on_parts(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on lists of this rank's shards, if tensors that meet have the same places."""
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
@@ -112,7 +97,7 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
         if isinstance(value, torch.Tensor):
             one = lone_value(value)
             return None if one is None else one.reshape(())
-        return _pieces_at(value, places) if is_list_of_tensors(value) else value
+        return _parts_at(value, places) if is_list_of_tensors(value) else value
 
     own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
     pairs = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
@@ -126,16 +111,16 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return [each.around(result) for each, result in zip(first, results, strict=True)]
 
 
-def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
-    """Returns `piece_at` of each value. None: the elements of a value are elsewhere."""
+def _parts_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
+    """Returns `part_at` of each value. None: the elements of a value are elsewhere."""
     # Equal places are one object, so this comparison of lists is quick.
     classes = set(map(type, values))
     if all(issubclass(each, OwnDTensor) for each in classes) and list(map(places_at, values)) == places:
         return list(map(local_tensor, values))
     if len(values) != len(places):
         return None
-    pieces = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
-    return None if any(piece is None for piece in pieces) else pieces
+    shards = [part_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(shard is None for shard in shards) else shards
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
@@ -166,7 +151,7 @@ def _meets_at_owner(value: object, expected: Layout) -> bool:
     return common_owner([layout_of(spec_of(value)), expected]) is not None
 
 
-# Steps of element-wise optimizers on plain tensors
+# Optimizers that step parts
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -185,224 +170,15 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
 """The optimizers that are stepped here. The `step` of a subclass may not treat every element alike."""
 
-
 _ELEMENTWISE_STEPS = {inspect.unwrap(vars(each)["step"]) for each in ELEMENTWISE}
-
-
-class LocalStep:
-    """This rank's parts of one optimizer's parameters, gradients and state, which the optimizer has while it steps.
-
-    With `of_owners`, each of them is an unsharded parameter, and the optimizer has none of those that other ranks hold.
-    """
-
-    def __init__(self, optimizer: Optimizer, of_owners: bool = False) -> None:
-        self.of_owners = of_owners
-        self._user_state = optimizer.state
-        self._all = _params_of(optimizer)
-        for each in self._all if of_owners else ():
-            if not is_here(each):  # What a load has left would not be kept up to date. torch steps if there is nothing.
-                self._user_state[each] = {}
-        self._params = [each for each in self._all if not of_owners or is_here(each)]
-        self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
-        self._all_chunks = list(map(local_part, self._all))
-        part_of = _as_parameter if of_owners else local_part
-        self._chunks = list(map(part_of, self._params))
-        chunk_of = dict(zip(map(id, self._params), self._chunks, strict=True))
-        self._own_chunks = [chunk_of[id(each)] for each in self._own]
-        self._places = [chunk_of.get(id(each)) for each in self._all]
-        self._lists: list[list[torch.Tensor]] = []
-        self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
-        self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        for parameter, chunk in zip(self._params, self._chunks, strict=True):
-            state = self._user_state.get(parameter)
-            if state is not None:
-                pieces = [value for value in state.values() if isinstance(value, DTensor)]
-                self._is_known &= all(_lies_beside(each, parameter) for each in pieces)
-                # A plain parameter is its own chunk: both have one state.
-                local = {key: local_part(value) for key, value in state.items()}
-                self.state[chunk] = state if parameter is chunk else local
-        self.state |= _beside_parameters(self._user_state)
-        self._note()
-
-    def _note(self) -> None:
-        """Remember all state, to notice what a user or a step replaces."""
-        self._states = list(self._user_state.values())
-        self._user_pieces, self._pieces = _pieces_of(self._states), _pieces_of(self.state.values())
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Returns True if the optimizer still has the same parameters and state."""
-        return (
-            optimizer.state is self._user_state
-            and are_same(_params_of(optimizer), self._all)
-            and are_same(list(map(local_part, self._all)), self._all_chunks)
-            and are_same(list(self._user_state.values()), self._states)
-            and are_same(_pieces_of(self._states), self._user_pieces)
-        )
-
-    def take_gradients(self) -> bool:
-        """Give each chunk this rank's part of the gradient.
-
-        Returns False, and gives no gradient, if a gradient or an entry of state has other placements than its parameter
-        or another dtype, or if a parameter is a DTensor of torch.
-        """
-        gradients: list[Any] = [each.grad for each in self._own]
-        pairs = [(own, grad) for own, grad in zip(self._own, gradients, strict=True) if grad is not None]
-        if not self._is_known or not all(issubclass(each, OwnDTensor) for each in {type(grad) for _, grad in pairs}):
-            return False
-        # The spec is the parameter's own object, except for gradients that a user makes.
-        if not all(own._spec is grad._spec or (own.dtype is grad.dtype and own.lies_as(grad)) for own, grad in pairs):
-            return False
-        for chunk, gradient in zip(self._own_chunks, gradients, strict=True):
-            chunk.grad = None if gradient is None else gradient._local_tensor
-        return True
-
-    @contextmanager
-    def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let `optimizer` have the parts in the place of its own, and afterwards its own with what is new in these."""
-        places, self._lists = iter(self._places), [group["params"] for group in optimizer.param_groups]
-        parts = [[part for part in islice(places, len(own)) if part is not None] for own in self._lists]
-        try:
-            with params_replaced(optimizer, parts, self.state):
-                yield
-        finally:
-            self._end()
-
-    def around_closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
-        """Returns `closure`, inside of which the optimizer has its own tensors again. The parts get its gradients."""
-
-        def with_own() -> object:
-            with params_replaced(optimizer, self._lists, self._user_state):
-                loss = closure()
-            self.take_gradients()
-            return loss
-
-        return with_own
-
-    def _end(self) -> None:
-        """Drop the gradients, and put new objects in the chunks' state into the user's state, too."""
-        for own, chunk in zip(self._own, self._own_chunks, strict=True):
-            if self.of_owners and chunk.grad is None:
-                own.grad = None  # the step may have called `zero_grad`
-            chunk.grad = None
-        if are_same(_pieces_of(self.state.values()), self._pieces):
-            return
-        self._user_state |= _beside_parameters(self.state)
-        pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
-        elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
-        for parameter, chunk in pairs:
-            user_state = self._user_state[parameter]
-            local = self.state[chunk]
-            for key in user_state.keys() - local.keys():
-                del user_state[key]
-            for key, value in local.items():
-                if key in user_state and local_part(user_state[key]) is value:
-                    continue
-                kind = state_kind(key, value, parameter.shape, chunk.shape, elementwise)
-                if isinstance(parameter, OwnDTensor) and kind is StateKind.ELEMENTS:
-                    value = parameter.around(value)
-                elif self.of_owners and kind is StateKind.OTHER and type(value) is torch.Tensor:
-                    value = _at_owner(value, parameter)
-                user_state[key] = value
-        self._note()
-
-
-def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a parameter as a parameter with the same attributes; a plain one as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part = nn.Parameter(local_tensor(tensor).detach(), tensor.requires_grad)
-    give_attributes(part, attributes_of(tensor))
-    return part
-
-
-def owned_layout(tensor: object) -> Layout | None:
-    """Returns the layout of a tensor that one rank holds unsharded; None for any other value."""
-    layout = layout_of(spec_of(tensor)) if isinstance(tensor, RaggedDTensor) else None
-    return layout if layout is not None and layout.owner is not None else None
-
-
-def is_here(parameter: torch.Tensor) -> bool:
-    """Returns True unless another rank owns the parameter."""
-    layout = owned_layout(parameter)
-    return layout is None or layout.owner == layout.rank
-
-
-def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
-    """Returns True if one rank was to have the full parameter, or each rank has it."""
-    if not isinstance(parameter, DTensor):
-        return True
-    if is_ragged(spec_of(parameter)):
-        return layout_of(spec_of(parameter)).cut.owned
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return all(each.is_replicate() or size == 1 for each, size in sizes)
-
-
-def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
-    """Returns True if state is laid out as the parameter, or, of another shape, is at the parameter's owner."""
-    layouts = [each for each in map(owned_layout, (state, parameter)) if each is not None]
-    lies_as = isinstance(parameter, OwnDTensor) and parameter.lies_as(state)
-    return lies_as or (len(layouts) == 2 and common_owner(layouts) is not None)
-
-
-def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns state of another shape than its parameter, if that has an owner, as a tensor that the owner holds."""
-    layout = owned_layout(parameter)
-    return value if layout is None else as_result(value, layout.like(layout.owned_cut(tuple(value.shape))))
-
-
-def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> RaggedDTensor:
-    """Returns this rank's part, which is empty, of state of `shape` that the parameter's owner holds."""
-    layout = owned_layout(parameter)
-    assert layout is not None, "the parameter has an owner"
-    layout = layout.like(layout.owned_cut(shape))
-    return as_result(torch.empty(layout.local_shape, dtype=dtype, device=parameter.device), layout)
-
-
-def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _beside_parameters(states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, Any]:
-    """Returns what some optimizers keep in their state for no parameter, such as a count of all steps."""
-    return {key: each for key, each in states.items() if not isinstance(key, torch.Tensor)}
-
-
-def _pieces_of(states: Iterable[State]) -> list[object]:
-    return list(chain.from_iterable(each.values() if isinstance(each, dict) else (each,) for each in states))
-
-
-def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
-
-
-@contextmanager
-def params_replaced(
-    optimizer: Optimizer, parameters: Iterable[Sequence[torch.Tensor]], state: object = None
-) -> Iterator[None]:
-    """Replace the parameters of each parameter group within this context, their names where groups have any, and state.
-
-    With `state` None, the state stays as it is.
-    """
-    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
-    own = optimizer.state
-    try:
-        optimizer.state = own if state is None else state  # type: ignore[assignment]  # of the same kind
-        for (group, own_list, names), others in zip(before, parameters, strict=True):
-            group["params"] = others
-            if names is not None:
-                name_of_id = dict(zip(map(id, own_list), names, strict=False))
-                group["param_names"] = [name_of_id.get(id(each), "") for each in others]
-        yield
-    finally:
-        optimizer.state = own
-        for group, own_list, names in before:
-            group["params"] = own_list
-            if names is not None:
-                group["param_names"] = names
-
 
 _locals: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def is_elementwise_class(optimizer_class: type[Optimizer]) -> bool:
+    """Returns True for a class of `ELEMENTWISE`, and for a subclass of one without a `step` of its own."""
+    return inspect.unwrap(optimizer_class.step) in _ELEMENTWISE_STEPS
 
 
 def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
@@ -411,8 +187,8 @@ def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
     That of torch's LBFGS is one of all parameters, which ranks do not make by themselves.
     """
     is_ours = hasattr(optimizer_class, "spec_of_state") or issubclass(optimizer_class, LBFGS)
-    is_elementwise = inspect.unwrap(optimizer_class.step) in _ELEMENTWISE_STEPS
-    return is_ours or is_elementwise or takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
+    knows = is_ours or is_elementwise_class(optimizer_class)
+    return knows or takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
@@ -426,9 +202,19 @@ def takes_parts(optimizer_class: type) -> bool:
     return not names.isdisjoint(("DTensor", "to_local", "full_tensor", "_local_tensor", "device_mesh"))
 
 
+def _is_unsharded_somewhere(parameter: torch.Tensor) -> bool:
+    """Returns True if one rank was to have the full parameter, or each rank has it."""
+    if not isinstance(parameter, DTensor):
+        return True
+    if is_ragged(spec_of(parameter)):
+        return layout_of(spec_of(parameter)).cut.owned
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return all(each.is_replicate() or size == 1 for each, size in sizes)
+
+
 def steps_owned(optimizer: Optimizer) -> bool:
     """Returns True if `optimizer` gets unsharded parameters, on the ranks that hold them."""
-    return not _knows_dtensors(type(optimizer)) and all(map(_is_whole_somewhere, _params_of(optimizer)))
+    return not _knows_dtensors(type(optimizer)) and all(map(_is_unsharded_somewhere, params_of(optimizer)))
 
 
 def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
@@ -437,7 +223,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     Torch's element-wise optimizers step chunks. Optimizers that know no DTensors step the parameters that this rank
     holds unsharded, if each is unsharded on some rank.
     """
-    parameters, of_owners = _params_of(optimizer), type(optimizer) not in STEPPED
+    parameters, of_owners = params_of(optimizer), type(optimizer) not in STEPPED
     if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
     if of_owners:
@@ -489,8 +275,7 @@ def adopt_state(optimizer: Optimizer) -> None:
             elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
             elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
-                cut = distribute_tensor(value.detach(), own.device_mesh, own.placements, src_data_rank=None)
-                state[key] = own.around(local_tensor(cut).to(part.device, copy=True))
+                state[key] = laid_out(value, spec_of(parameter), part.device)
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -499,8 +284,8 @@ def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
     if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
         return value
-    spec = layout.like(layout.cut if shape == layout.shape else layout.owned_cut(shape)).spec(value.dtype)
-    return redistribute_to(value, spec) if isinstance(value, DTensor) else distribute_ragged(value, spec).clone()
+    cut = layout.cut if shape == layout.shape else layout.owned_cut(shape)
+    return laid_out(value, layout.like(cut).spec(value.dtype), value.device)
 
 
 def _adopt_once(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -224,7 +224,7 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """A mesh axis with `Shard(dim)` or `VectorShard` besides the runs.
+    """A mesh axis with `Shard(dim)` or `VectorShard`, next to those of the runs.
 
     `extents` are the indices of `dim` that each rank of the axis has, counted within the part that the axes to the left
     leave. This rank has `extents[rank]`.

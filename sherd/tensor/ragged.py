@@ -68,7 +68,7 @@ class RaggedDTensor(OwnDTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's run of it, outside autograd."""
         return dtensor_of(RaggedDTensor, local, places_at(self).spec(local.dtype), False)
 
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
         return piece_of(full, layout_of(spec_of(self)))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -243,15 +243,6 @@ def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
     return dtensor_of(RaggedDTensor, local, layout.spec(local.dtype), False)
 
 
-def _rebuilt(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_parameter: bool) -> RaggedDTensor:
-    tensor = ragged_dtensor(local, spec)
-    if is_parameter:
-        parameter: Any = nn.Parameter(tensor, requires_grad)
-        return parameter  # type: ignore[no-any-return]  # a Parameter keeps the class of its data
-    tensor.requires_grad_(requires_grad)
-    return tensor
-
-
 def unpickled(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -262,9 +253,11 @@ def unpickled(
     attributes: dict[str, object] | None = None,
 ) -> RaggedDTensor:
     """Returns the tensor that `__reduce_ex__` took apart, on a mesh of the same shape. Pickles call this by name."""
-    tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
+    tensor: Any = ragged_dtensor(local, Layout(mesh, placements, shape).spec(local.dtype))
+    # A Parameter keeps the class of its data.
+    tensor = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
     give_attributes(tensor, attributes or {})
-    return tensor
+    return tensor  # type: ignore[no-any-return]
 
 
 # `torch.load` makes only what is named here, unless it is told to trust the file.

@@ -106,20 +106,20 @@ def norm_of_order(power: float) -> Reduction:
     return replace(extremes.get(power, of_powers), name=f" for the norm of order {power:g}")
 
 
-def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:
+def local_norms(shards: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:
     """Returns the norm of each shard of one dtype. Norms of 16-bit floats are float32: they are added up later."""
-    dtype = torch.float32 if pieces[0].dtype.itemsize < 4 else None
+    dtype = torch.float32 if shards[0].dtype.itemsize < 4 else None
     if foreach:
-        return list(torch._foreach_norm(list(pieces), power, dtype=dtype))
-    return [torch.linalg.vector_norm(piece, power, dtype=dtype) for piece in pieces]
+        return list(torch._foreach_norm(list(shards), power, dtype=dtype))
+    return [torch.linalg.vector_norm(shard, power, dtype=dtype) for shard in shards]
 
 
-def by_dtype(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_dtype(shards: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Returns the shards that have elements, in lists of one device and dtype."""
     lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for piece in pieces:
-        if piece.numel():
-            lists.setdefault((piece.device, piece.dtype), []).append(piece)
+    for shard in shards:
+        if shard.numel():
+            lists.setdefault((shard.device, shard.dtype), []).append(shard)
     return list(lists.values())
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
 from sherd.tensor.elementwise import on_runs
-from sherd.tensor.gather import counted_here, gather
+from sherd.tensor.gather import counted_here
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_unsharded, unknown
 from sherd.tensor.optimizers import by_kind
 from sherd.tensor.placement import Layout, Places, layout_of
@@ -99,7 +99,6 @@ def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
 
 @answers_for_all("sum", "mean", "prod")
 def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the sum, mean or product of all elements."""
     local = _counted(local, layout)
     name = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
@@ -124,7 +123,6 @@ def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwa
 
 @answers_for_all("max", "min", "amax", "amin")
 def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the largest or smallest element, or nan if one element is nan."""
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
@@ -141,11 +139,11 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tenso
 @SHARDED.answers("_foreach_max")
 @RAGGED.answers("_foreach_max")
 def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
-        pieces = zip(map(local_tensor, args[0]), map(places_at, args[0]), strict=True)
-        return [known(_extreme(local, LARGEST, places), places) for local, places in pieces]
+    def of_shards(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+        shards = zip(map(local_tensor, args[0]), map(places_at, args[0]), strict=True)
+        return [known(_extreme(local, LARGEST, places), places) for local, places in shards]
 
-    return by_kind(of_pieces, func, args, kwargs)
+    return by_kind(of_shards, func, args, kwargs)
 
 
 @answers_for_all("all", "any")
@@ -162,12 +160,6 @@ def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
         return bool(func(*(each.full_tensor() for each in args[:2]), *args[2:], **kwargs))
     answer = func(*(local_of(value, layout, func) for value in args), **kwargs)
     return bool(ALL.over(torch.tensor(int(answer), dtype=torch.int32, device=layout.device), layout.groups).item())
-
-
-@answers("_local_scalar_dense")
-def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    (tensor,) = args
-    return gather(local_tensor(tensor), layout_of(spec_of(tensor))).item()
 
 
 # Norms
@@ -202,7 +194,7 @@ def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
 def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns the p-norm of each tensor. Tensors sharded over the same mesh axes share one all-reduce per axis."""
 
-    def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+    def of_shards(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         tensors, *rest = args
         options = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
         answers: dict[int, DTensor] = {}
@@ -212,7 +204,7 @@ def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
             answers.update(zip(indices, known_scalars(values, layout), strict=True))
         return [answers[index] for index in range(len(tensors))]
 
-    return by_kind(of_pieces, func, args, kwargs)
+    return by_kind(of_shards, func, args, kwargs)
 
 
 def _by_axes(tensors: Sequence[OwnDTensor]) -> dict[Places, list[int]]:
@@ -262,13 +254,13 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
 def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
     """Unscale this rank's shards; `found_inf` is set on all ranks if one rank sets it."""
 
-    def on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> None:
-        pieces, found_inf, inverse = args
-        for layout, indices in _by_axes(pieces).items():
+    def on_shards(func: Aten, args: Args, kwargs: Kwargs) -> None:
+        shards, found_inf, inverse = args
+        for layout, indices in _by_axes(shards).items():
             found_here = torch.zeros_like(found_inf)
-            func([local_tensor(pieces[index]) for index in indices], found_here, inverse)
+            func([local_tensor(shards[index]) for index in indices], found_here, inverse)
             torch.maximum(found_inf, ANY.over(found_here, layout.groups), out=found_inf)
 
     grads, *numbers = args
     plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]
-    by_kind(on_pieces, func, (grads, *plain), kwargs)
+    by_kind(on_shards, func, (grads, *plain), kwargs)

@@ -43,7 +43,18 @@ from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
 from sherd.tensor.replicated import ReadableDTensor, ReplicatedDTensor, known
-from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, is_index, of_kind, tensors_among, with_changed
+from sherd.tensor.table import (
+    RAGGED,
+    SHARDED,
+    Args,
+    Aten,
+    Kwargs,
+    is_in_place,
+    is_index,
+    of_kind,
+    tensors_among,
+    with_changed,
+)
 
 
 class OwnDTensor(ReadableDTensor):
@@ -70,7 +81,7 @@ class OwnDTensor(ReadableDTensor):
         local = local_tensor(self)
         if isinstance(value, DTensor):
             value = local_tensor(value) if self.lies_as(value) else value.full_tensor()
-        part = part_given(value, tuple(self.shape), local, self.piece_of)
+        part = part_given(value, tuple(self.shape), local, self.part_of)
         if part is None:
             raise WriteBackError(
                 f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
@@ -115,7 +126,7 @@ class OwnDTensor(ReadableDTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's part of it, outside autograd."""
 
     @abstractmethod
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of an unsharded tensor of this shape."""
 
 
@@ -167,9 +178,8 @@ class ShardedDTensor(OwnDTensor):
         what = f"gathers a tensor of {'x'.join(map(str, self.shape))} {self.dtype}"
         return announced([self.device_mesh.get_group(axis) for axis in axes], what)
 
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        whole = DTensor.from_local(full.detach(), self.device_mesh, run_check=False)
-        return local_tensor(whole.redistribute(placements=self.placements))
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
+        return _chunk_of(full.detach(), self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         self.warn_of_pickle()
@@ -191,6 +201,12 @@ class ShardedDTensor(OwnDTensor):
 
 dispatches_itself(ShardedDTensor)
 register_foreach_type(ShardedDTensor)
+
+
+def _chunk_of(full: torch.Tensor, tensor: DTensor) -> torch.Tensor:
+    """Returns this rank's chunk of the values `full` in the layout of `tensor`."""
+    replicated = DTensor.from_local(full, tensor.device_mesh, run_check=False)
+    return local_tensor(replicated.redistribute(placements=tensor.placements))
 
 
 def _is_sent_as_bytes(tensor: torch.Tensor) -> bool:
@@ -251,13 +267,12 @@ class CopiedView(ReadableDTensor):
     def write_back(self) -> None:
         """Copy the elements into the viewed tensor. All ranks of the mesh must call it."""
         viewed = self.viewed
-        whole = whole_of(viewed)
-        self.look(whole).copy_(_copy(self).full_tensor())
+        full = full_value_of(viewed)
+        self.look(full).copy_(_copy(self).full_tensor())
         if isinstance(viewed, OwnDTensor):
-            local_tensor(viewed).copy_(viewed.piece_of(whole))
+            local_tensor(viewed).copy_(viewed.part_of(full))
         else:
-            replicated = DTensor.from_local(whole, self.device_mesh, run_check=False)
-            local_tensor(viewed).copy_(local_tensor(replicated.redistribute(placements=viewed.placements)))
+            local_tensor(viewed).copy_(_chunk_of(full, viewed))
         torch.autograd.graph.increment_version(viewed)
         if isinstance(viewed, CopiedView):
             viewed.write_back()
@@ -280,8 +295,8 @@ def _views_of(viewed: OwnDTensor | CopiedView, func: Aten, args: Args, kwargs: K
     several = isinstance(result, list | tuple)
 
     def look(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def of(whole: torch.Tensor) -> torch.Tensor:
-            views = func(whole, *args[1:], **kwargs)
+        def of(full: torch.Tensor) -> torch.Tensor:
+            views = func(full, *args[1:], **kwargs)
             view: torch.Tensor = views[index] if several else views
             return view
 
@@ -301,9 +316,9 @@ def _views_of(viewed: OwnDTensor | CopiedView, func: Aten, args: Args, kwargs: K
 
 @SHARDED.answers("other", "equal")  # torch tags `equal` as pointwise, though its answer is of all chunks
 def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns what torch's DTensor gives for the operation; where torch has no right answer, `on_whole` answers."""
+    """Returns what torch's DTensor gives for the operation; `on_full_values` answers where torch is wrong."""
     if _is_beyond_torch(func, args, kwargs):
-        return on_whole(func, args, kwargs)
+        return on_full_values(func, args, kwargs)
     own_args, own_kwargs = with_changed((args, kwargs), ShardedDTensor, as_torchs)
     try:
         result = func(*own_args, **own_kwargs)
@@ -313,12 +328,12 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
         if not (refuses or isinstance(error, NotImplementedError)) or func.name().startswith("aten::set_"):
             raise
         if torch.Tag.inplace_view not in func.tags:
-            return on_whole(func, args, kwargs)
+            return on_full_values(func, args, kwargs)
         name, _, overload = func.name().removeprefix("aten::").partition(".")  # `t_`, of which torch knows `t` alone
         result = getattr(getattr(torch.ops.aten, name[:-1]), overload or "default")(*own_args)
         own_args = (result, *own_args[1:])
     if _is_mean_of_means(result, args):  # mse_loss, for example
-        return on_whole(func, args, kwargs)
+        return on_full_values(func, args, kwargs)
     if "out" in kwargs:
         return kwargs["out"]
     if torch.Tag.inplace_view in func.tags:
@@ -361,22 +376,22 @@ def _is_mean_of_means(result: object, args: Args) -> bool:
     return any(averages) and any(len(sizes) > 1 for places in own for sizes in places.chunk_sizes)
 
 
-def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
+def on_full_values(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute with the unsharded tensors, on every rank. All ranks of the mesh must call it."""
     own: OwnDTensor = next(of_kind((*args, *kwargs.values()), OwnDTensor))  # type: ignore[type-abstract]
     places = places_at(own)
-    whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
-    result = func(*whole_args, **whole_kwargs)
-    target, written = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
+    full_args, full_kwargs = with_changed((args, kwargs), DTensor, full_value_of)
+    result = func(*full_args, **full_kwargs)
+    target, written = (kwargs["out"], full_kwargs["out"]) if "out" in kwargs else (args[0], full_args[0])
     if isinstance(target, OwnDTensor) and ("out" in kwargs or is_in_place(func)):
-        local_tensor(target).copy_(target.piece_of(written))
+        local_tensor(target).copy_(target.part_of(written))
         return target
-    answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
+    answers = with_changed(result, torch.Tensor, lambda full: known(full.contiguous(), places))
     return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
 
 
-def whole_of(tensor: DTensor) -> torch.Tensor:
-    outside: Any = tensor.detach()
+def full_value_of(tensor: DTensor) -> torch.Tensor:
+    outside: Any = tensor.detach()  # operations are answered below autograd
     full: torch.Tensor = outside.full_tensor()
     return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
 
@@ -408,5 +423,6 @@ def as_ours(result: DTensor) -> DTensor:
 
 
 @SHARDED.answers("_local_scalar_dense")
+@RAGGED.answers("_local_scalar_dense")
 def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    return whole_of(args[0]).item()
+    return full_value_of(args[0]).item()

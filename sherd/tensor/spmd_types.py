@@ -1,4 +1,4 @@
-"""Plain parameters with types of the package spmd_types, which say their placements on axes besides data parallelism.
+"""Plain parameters with types of the package spmd_types, which say their placements on all axes but data parallelism.
 
     type on an axis | the parameter on it        | its gradient on it
     R               | the same on all ranks      | a sum that is still to be made
@@ -157,7 +157,7 @@ def _require_whole(
         elif data is None or not axis <= data:
             raise PlacementError(
                 f"{name}: it has the type {found!r} on axis {axis}, which is neither an axis of the mesh that "
-                f"fully_shard was given, besides data parallelism {tuple(others.values())}, nor a part of the "
+                f"fully_shard was given, except for data parallelism {tuple(others.values())}, nor a part of the "
                 "data-parallel axes; type it on axes of that mesh"
             )
         elif found is not spmd.R:

@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PlacesState(Protocol):
-    """An optimizer of whole matrices: it steps the members of flat parameters, and places some of its state itself."""
+    """An optimizer of full matrices: it steps the members of flat parameters, and places some of its state itself."""
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
         """Returns where the state under `key`, of unsharded `shape`, belongs; None: where every optimizer's does."""
@@ -45,7 +45,7 @@ class StateKind(Enum):
     ELEMENTS = auto()
     """A tensor with an element for each element of the parameter, such as a momentum."""
     NUMBER = auto()
-    """A tensor without dimensions that belongs to the parameter as a whole, such as a count of steps."""
+    """A tensor without dimensions that belongs to the entire parameter, such as a count of steps."""
     OTHER = auto()
     """A tensor of another shape."""
     NO_TENSOR = auto()

@@ -140,8 +140,8 @@ def _shard_spec(
     dim = cut.dim if mesh.shard_axis is not None else None
     if mesh.shards_replicas:
         in_cut_order = permuted(joined, (*range(mesh.mesh.ndim, joined.ndim), *mesh.piece_axes))
-        pieces = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
-        return dtensor_spec(in_cut_order, (*remaining, *pieces), shape, dtype)
+        last = (ReplicateSpec() if dim is None else ShardSpec(dim),) * len(mesh.piece_axes)
+        return dtensor_spec(in_cut_order, (*remaining, *last), shape, dtype)
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, remaining, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in remaining)
@@ -170,6 +170,7 @@ def merged_spec(
         return own_spec(mesh, cut, torch.Size(cut.shape), dtype)
     joined, numel = _joined(mesh, axes, name), cut.numel
     placements: list[PlacementSpec] = []
+    # From the last axis on: each axis adds up what the axes behind it leave to its ranks.
     for axis in reversed(axes):
         copies = tuple(extent for unsharded, extent in members if _is_copied(unsharded, axis))
         if axis.size() == 1 or len(copies) == len(members):

@@ -49,11 +49,9 @@ class _Skips:
         self.is_in_step = True
 
     def leave(self) -> None:
-        """End a step."""
         self.is_in_step = False
 
     def count(self, is_skipped: bool) -> None:
-        """Count a step."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
 

@@ -210,7 +210,7 @@ def test_what_cannot_be_stepped_is_named():
     )
     for error, words, action in (
         (OptimizerError, "has shape (3,), and is no matrix", lambda: Muon([vector])),
-        (OptimizerError, "a function of whole matrices takes real numbers", lambda: Muon([whole])),
+        (OptimizerError, "a function of full matrices takes real numbers", lambda: Muon([whole])),
         (PolicyError, "weight has 6 rows, which 4 heads do not divide", lambda: Muon(tall, heads={"weight": 4})),
         (OptimizerError, "not divisible into matrices of 5", lambda: Muon([{"params": [tall.weight], "rows": 5}])),
         (PolicyError, "ns_steps=0", lambda: Muon(tall, ns_steps=0)),

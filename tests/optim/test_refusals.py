@@ -143,7 +143,7 @@ class Named(optim.AdamW):
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused():
     for kind in (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam):
         for elementwise in (False, True):
-            with pytest.raises(OptimizerError, match=rf"{kind.__name__} looks at whole tensors.*placement=Owned\(\)"):
+            with pytest.raises(OptimizerError, match=rf"{kind.__name__} looks at full tensors.*placement=Owned\(\)"):
                 flatten_optimizer(kind(parameters()), elementwise=elementwise)
 
 

@@ -192,4 +192,4 @@ def test_runs_follow_the_buffers(placement):
             run(each, optimizer, range(number + 2, number + 3 + (move is MOVES[-1])))
         assert_same(held_by(model, flat), held_by(other, plain), move.__name__, **CLOSE)
         for each in (each for each in spans_of(flat) if each.flat.numel()):
-            assert each.flat.data_ptr() == each.members[0].group.shard_buffer[each.members[0].extent.start :].data_ptr()
+            assert each.flat.data_ptr() == each.shards[0].to_local().data_ptr()

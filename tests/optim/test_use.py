@@ -219,8 +219,8 @@ def test_a_hyper_parameter_class_is_one_run_of_each_flat_buffer():
     model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(list(reversed(groups(model)))))
     run(model, optimizer, range(2))
-    members = [each.members[0] for each in spans_of(optimizer) if each.flat.numel()]
-    buffers = [(id(each.group), each.group_index) for each in members]
+    spans = [each for each in spans_of(optimizer) if each.flat.numel()]
+    buffers = [(id(each.buffer), each.group_index) for each in spans]
     assert 1 <= len(set(buffers)) == len(buffers) <= 4
 
 
@@ -233,14 +233,13 @@ def test_nothing_is_copied():
         backward(model, 2)
         gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
         for each in spans_of(optimizer):
-            buffer = each.members[0].group.shard_buffer
-            assert each.flat.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            assert each.flat.untyped_storage().data_ptr() == each.buffer.untyped_storage().data_ptr()
             assert each.take_gradient()
             if each.flat.numel():
                 assert each.flat.grad.untyped_storage().data_ptr() in gradients
             inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
-            for member in each.members:
-                local = optimizer.state[member.shard]["exp_avg"].to_local()
+            for shard in each.shards:
+                local = optimizer.state[shard]["exp_avg"].to_local()
                 assert not local.numel() or local.data_ptr() in inside
                 assert local.storage_offset() == 0
         optimizer.step()

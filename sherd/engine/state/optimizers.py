@@ -37,7 +37,8 @@ from sherd._torch import (
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
 from sherd.errors import CommError, OptimizerError, OptimStateError, PlacementError, SherdError, in_short
-from sherd.tensor.optimizers import STEPPED, LocalStep, is_here, local_step_of, takes_parts
+from sherd.tensor.local_step import LocalStep, is_here
+from sherd.tensor.optimizers import STEPPED, local_step_of, takes_parts
 from sherd.tensor.placement import is_ragged
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
