@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sherd.cli.options import reader
 from sherd.cli.report import timeline_in
 from sherd.cli.terminal import say
 from sherd.errors import InputError
 from sherd.tools.plan.files import TIMELINE
 from sherd.tools.report.page import page
 from sherd.tools.simulate.timeline import Timeline
+from sherd.tools.simulate.values import Kind
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.units import in_bytes, in_seconds
 
@@ -24,6 +26,7 @@ __all__ = ["add_compare", "compared"]
 ABOUT = "compare a predicted step with a recorded one, or any two: seconds, memory, and where they part"
 CODES = f"exit code: 0, compared; {BAD_INPUT}, a timeline cannot be read; {NO_ROOM}, the page was not written"
 AS_RUN = "sherd plan RUN --timeline FILE plans the settings of the run in that folder, and chooses none"
+SHARE = Kind(float, "a share from 0 to 1", lambda share: 0 <= share < 1)
 TRIFLE = 0.001
 """Two steps do not part by less than this share of the whole step, or of the peak."""
 
@@ -37,18 +40,9 @@ def add_compare(commands: Any) -> None:
     p.set_defaults(do=compare)
     for name, what in (("plan", "the first timeline's JSON"), ("trace", "the second one")):
         p.add_argument(name, type=Path, metavar=name.upper(), help=f"{what}, or a run's folder with {TIMELINE}")
-    p.add_argument("--share", type=_share, default=0.05, metavar="S", help="what differs by more is named: 0.05")
+    p.add_argument("--share", type=reader(SHARE), default=0.05, metavar="S", help="what differs by more is named: 0.05")
     p.add_argument("--out", type=Path, metavar="FILE", help="a page of HTML that shows both steps")
     p.add_argument("--json", action="store_true", help="the figures as JSON")
-
-
-def _share(text: str) -> float:
-    try:
-        if 0 <= float(text) < 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
 
 
 def compare(args: argparse.Namespace) -> int:

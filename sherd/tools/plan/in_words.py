@@ -288,7 +288,7 @@ def program_of(
     yield from (["from sherd.tools.plan.reading import own_or_usual_loss"] if loss != "loss" else [])
     yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
     yield f"{', '.join(origin.names)} = {origin.call}"
-    sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
+    sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items()}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
     lay = 'cuts["{0}"](model, mesh["{0}"])' if "cuts" in origin.names else '# lay the model over mesh["{0}"] here'

@@ -349,11 +349,8 @@ def together(settings: Settings) -> int:
 
 
 def _without_data(mesh: Mesh) -> Mesh:
-    """Returns `mesh` with no more ranks than a forward needs.
-
-    Of the ranks with other samples these are as many as exchange experts, and of the stages the first and the last one.
-    """
-    return replace(mesh, shard=mesh.ep, replicate=1, pp=min(mesh.pp, 2))
+    """Returns `mesh` with no more ranks than a forward needs: of the stages these are the first and the last one."""
+    return replace(mesh, shard=1, replicate=1, pp=min(mesh.pp, 2))
 
 
 def _ranks_of(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
