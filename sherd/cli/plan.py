@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from sherd.cli.options import add_fields, flag_of, reader, word_of
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
-from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.report.page import page, require_plotly
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.search import garbage_left
 from sherd.tools.simulate.settings import AXES, KINDS, STRATEGIES, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.values import at_least

@@ -12,8 +12,18 @@ from torch.optim import Optimizer
 
 from sherd.engine import Runtime, Unit, sizes_of
 from sherd.errors import ModuleError
-from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
-from sherd.memory.watch import Watch, last_peak, last_step, sealed_runtime, watched
+from sherd.memory.watch import (
+    Watch,
+    bytes_of,
+    held_by,
+    held_by_optimizer,
+    last_peak,
+    last_step,
+    sealed_runtime,
+    staging_bytes,
+    total,
+    watched,
+)
 from sherd.requirements import require_int
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast

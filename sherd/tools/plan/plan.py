@@ -17,7 +17,6 @@ from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.requirements import require_floating_dtype, require_int
 from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.plan.axes import CUT_AXES, Cut, ModelLayout, Shards, auto_units
-from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
 from sherd.tools.plan.planner import (
     ArgumentError,
@@ -39,6 +38,7 @@ from sherd.tools.simulate.search import (
     SearchResult,
     Verdict,
     cheapest_changes,
+    garbage_left,
     published_on,
     search,
 )

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, in_backward
-from sherd.memory.held import Held
+from sherd.memory.watch import Held
 from sherd.schedule.moments import MemoryKind, Moment
 from sherd.tools.plan.operations import is_communication, tensors_among
-from sherd.tools.plan.recording import is_as_logits
+from sherd.tools.plan.reading import is_as_logits
 from sherd.tools.simulate.work import TensorKind
 
 __all__ = ["Note", "Storages"]

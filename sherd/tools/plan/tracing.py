@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from sherd._torch import group_among
 from sherd.engine import Runtime, ShardedParameter, Unit, sizes_of
 from sherd.errors import StateError
-from sherd.memory.held import Held, alive, held_by, held_by_optimizer, together
 from sherd.memory.report import root_unit
+from sherd.memory.watch import Held, alive, held_by, held_by_optimizer, together
 from sherd.schedule import actions as do
 from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step, in_words
 from sherd.schedule.state import Live
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.operations import collective_of
-from sherd.tools.plan.recording import logits_among, reads_tokens
+from sherd.tools.plan.reading import logits_among, reads_tokens
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY
