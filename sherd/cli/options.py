@@ -16,7 +16,6 @@ METAVARS = {int: "N", float: "yes|no|SHARE", bool: "yes|no", str: "NAME"}
 
 
 def flag_of(name: str) -> str:
-    """Returns the option for the field `name`."""
     return f"--{name.replace('_', '-')}"
 
 

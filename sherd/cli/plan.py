@@ -51,7 +51,6 @@ TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
 
 
 def add_plan(commands: Any) -> None:
-    """Add the command to `commands`, the sub-parsers of `sherd`."""
     p = commands.add_parser("plan", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
     p.set_defaults(do=run)
     p.add_argument(

@@ -29,7 +29,6 @@ SAMPLES = 8  # windows in one forward of one rank
 
 
 def add_uses(commands: Any) -> None:
-    """Add the parsers of these commands to `commands`, the sub-parsers of `sherd`."""
     p = _command(commands, "generate", "let a trained model write; stdout gets the text, and nothing else")
     p.add_argument("--prompt", default="", metavar="TEXT", help="how the text begins")
     length, count = "tokens, which are bytes, after the prompt; 200 unless told", reader(at_least(0))

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from sherd import __version__
-from sherd.cli.compare import add_compare
 from sherd.cli.convert_words import add_interchange
 from sherd.cli.doctor_words import add_doctor
 from sherd.cli.options import reader
 from sherd.cli.plan import add_plan
-from sherd.cli.report import add_report
+from sherd.cli.report import add_compare, add_report
 from sherd.cli.uses import add_uses
 from sherd.errors import InputError, did_you_mean
 from sherd.tools.simulate.values import at_least

@@ -181,8 +181,6 @@ def _in_turn(unit: Unit, before: Sequence[Held]) -> Iterator[Held]:
 
 
 class _Steps:
-    """Observes every event and action of a runtime."""
-
     def __init__(self, runtime: Runtime, watch: Watch) -> None:
         self._runtime, self._watch = runtime, watch
 

@@ -257,7 +257,6 @@ class _Ledger:
             self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Make the bytes that are alive now the peak."""
         # The parts are added up only on demand: every unit's first gradient is a new peak.
         self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from sherd.cli.compare import compared
 from sherd.cli.main import main
+from sherd.cli.report import compared
 from sherd.tools.plan.files import to_json
 from sherd.tools.report import perfetto, picture
 from sherd.tools.simulate.timeline import Change, Lane, LaneSpan, Peak, Timeline

@@ -237,7 +237,6 @@ def is_as_logits(width: int, nbytes: int, logits_width: int, logits_nbytes: int)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Returns the memory of `tensor` on this rank."""
     return local_part(tensor).untyped_storage()
 
 
@@ -255,7 +254,6 @@ class ModuleCall:
     """The number of events when backward was past the last operation of the call."""
 
     def outwards(self) -> Iterator[ModuleCall]:
-        """Yields this call and all around it."""
         call: ModuleCall | None = self
         while call is not None:
             yield call
@@ -420,7 +418,6 @@ class Recording(TorchDispatchMode):
     # Backward
 
     def end_forward(self, loss: Tensor) -> None:
-        """Backward from `loss` begins."""
         self._claim([loss])
         for number in self._number_at.values():
             self._memory[number].kind = TensorKind.ACTIVATION

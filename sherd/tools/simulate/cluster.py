@@ -182,7 +182,6 @@ OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
 
 
 def shipped_clusters() -> list[str]:
-    """Returns the names of the clusters that come with sherd."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

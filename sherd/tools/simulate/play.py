@@ -163,7 +163,6 @@ class _Player:
         self.optimizer_step()
 
     def micro_batch(self, number: int, reduces: bool) -> None:
-        """Play forward and backward."""
         # All micro-batches leave the same memory behind, so the first ones suffice for what is reserved.
         self._is_followed = number < FOLLOWED
         self._buffers.change(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)

@@ -100,7 +100,6 @@ class MemoryBlock(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address behind the block."""
         return self.address + self.size
 
 
@@ -163,7 +162,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        """Take a block back."""
         assert block.address in self._used, "only allocated blocks are freed"
         self._used.remove(block.address)
         size, address = block.size, block.address

@@ -140,7 +140,6 @@ class SearchResult:
 
     @property
     def best(self) -> Settings:
-        """The first settings of the ranking."""
         return self.ranking[0]
 
     def corrected(self, exact: Mapping[Settings, Outcome]) -> SearchResult:

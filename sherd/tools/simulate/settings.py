@@ -29,7 +29,6 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks on all axes."""
         return self.pp * self.num_data * self.cp * self.tp
 
     @property
@@ -270,7 +269,6 @@ class Space:
 
     @property
     def choices(self) -> list[str]:
-        """The names of settings that may be chosen."""
         return [name for name in ("mesh", "micro_batch", *VALUES) if name not in self.fixed]
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:

@@ -121,7 +121,6 @@ class Meter:
         self._note_peak("at rest")
 
     def add(self, time: float, kind: str, unit: int, nbytes: int, moment: str) -> None:
-        """Note bytes that come, or go if below 0."""
         if nbytes:
             self.changes.append(Change(time, kind, unit, nbytes))
             self.now += nbytes

@@ -72,12 +72,10 @@ def at_least(low: float) -> Kind:
 
 
 def above(low: float) -> Kind:
-    """Returns the kind of the numbers above `low`."""
     return Kind(float, f"above {low:g}", lambda value: bool(value > low))
 
 
 def one_of(*values: str) -> Kind:
-    """Returns the kind of these texts."""
     return Kind(str, f"one of {', '.join(values)}", lambda value: value in values, values)
 
 
