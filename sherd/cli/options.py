@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import Field
 from typing import Any
 
 from sherd.tools.simulate.values import Kind
+from sherd.train.codes import NO_ROOM
 
-__all__ = ["add_fields", "flag_of", "reader", "word_of"]
+__all__ = ["add_command", "add_fields", "flag_of", "not_written", "reader", "word_of"]
 
 YES_OR_NO = {"yes": True, "no": False}
 METAVARS = {int: "N", float: "yes|no|SHARE", bool: "yes|no", str: "NAME"}
+
+
+def add_command(commands: Any, name: str, about: str, codes: str = "", **defaults: object) -> argparse.ArgumentParser:
+    """Add a command to `commands`, the sub-parsers of `sherd`; `codes` are its exit codes in words."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=codes, allow_abbrev=False
+    )
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def not_written(command: str, error: OSError) -> int:
+    """Say which file could not be written; returns the exit code."""
+    print(f"sherd {command}: {error.filename}: {error.strerror}", file=sys.stderr)
+    return NO_ROOM
 
 
 def flag_of(name: str) -> str:

@@ -8,14 +8,13 @@ import gc
 import json
 import math
 import re
-import sys
 import textwrap
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sherd.cli.options import add_fields, flag_of, reader, word_of
+from sherd.cli.options import add_command, add_fields, flag_of, not_written, reader, word_of
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
 from sherd.tools.report.page import page, require_plotly
@@ -51,8 +50,7 @@ TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
 
 
 def add_plan(commands: Any) -> None:
-    p = commands.add_parser("plan", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    p.set_defaults(do=run)
+    p = add_command(commands, "plan", ABOUT, CODES, do=run)
     p.add_argument(
         "model",
         metavar="MODEL",
@@ -121,8 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         _write(args, made, model)
     except OSError as error:
-        print(f"sherd plan: {error.filename}: {error.strerror}", file=sys.stderr)
-        return NO_ROOM
+        return not_written("plan", error)
     return 0 if made.fits else DOES_NOT_FIT
 
 

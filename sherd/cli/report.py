@@ -1,16 +1,15 @@
-"""The command `sherd report`: a timeline that was kept as JSON, as a page, a trace or a picture. Loads no torch."""
+"""The commands `sherd report` and `sherd compare`, for timelines that were kept as JSON. They load no torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sherd.cli.options import reader
+from sherd.cli.options import add_command, not_written, reader
 from sherd.cli.terminal import say
 from sherd.errors import InputError
 from sherd.tools.plan.files import TIMELINE, from_json
@@ -23,14 +22,12 @@ from sherd.units import in_bytes, in_seconds
 
 __all__ = ["add_compare", "add_report", "compared", "timeline_in"]
 
-
-ABOUT = "show a training step that was recorded or predicted: memory and work over time, as a page of HTML"
-CODES = f"exit code: 0, written; {BAD_INPUT}, it cannot be read, or not be drawn; {NO_ROOM}, not written"
+REPORTS = "show a training step that was recorded or predicted: memory and work over time, as a page of HTML"
+REPORT_CODES = f"exit code: 0, written; {BAD_INPUT}, it cannot be read, or not be drawn; {NO_ROOM}, not written"
 
 
 def add_report(commands: Any) -> None:
-    p = commands.add_parser("report", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    p.set_defaults(do=report)
+    p = add_command(commands, "report", REPORTS, REPORT_CODES, do=report)
     p.add_argument("source", type=Path, metavar="RUN", help=f"a timeline's JSON, or a run's folder with {TIMELINE}")
     p.add_argument(
         "--out",
@@ -72,17 +69,15 @@ def report(args: argparse.Namespace) -> int:
     except ImportError:
         raise InputError("a picture needs matplotlib: pip install matplotlib") from None
     except OSError as error:
-        print(f"sherd report: {error.filename}: {error.strerror}", file=sys.stderr)
-        return NO_ROOM
+        return not_written("report", error)
     print("written ", *(each for each in (out, args.perfetto, args.png) if each))
     return 0
 
 
-# The command sherd compare: two timelines of the same training, and where they differ
+# sherd compare: two timelines of the same training, and where they differ
 
-
-ABOUT = "compare a predicted step with a recorded one, or any two: seconds, memory, and where they part"
-CODES = f"exit code: 0, compared; {BAD_INPUT}, a timeline cannot be read; {NO_ROOM}, the page was not written"
+COMPARES = "compare a predicted step with a recorded one, or any two: seconds, memory, and where they part"
+COMPARE_CODES = f"exit code: 0, compared; {BAD_INPUT}, a timeline cannot be read; {NO_ROOM}, the page was not written"
 AS_RUN = "sherd plan RUN --timeline FILE plans the settings of the run in that folder, and chooses none"
 SHARE = Kind(float, "a share from 0 to 1", lambda share: 0 <= share < 1)
 TRIFLE = 0.001
@@ -93,8 +88,7 @@ Figures = dict[str, tuple[float, float]]
 
 
 def add_compare(commands: Any) -> None:
-    p = commands.add_parser("compare", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    p.set_defaults(do=compare)
+    p = add_command(commands, "compare", COMPARES, COMPARE_CODES, do=compare)
     for name, what in (("plan", "the first timeline's JSON"), ("trace", "the second one")):
         p.add_argument(name, type=Path, metavar=name.upper(), help=f"{what}, or a run's folder with {TIMELINE}")
     p.add_argument("--share", type=reader(SHARE), default=0.05, metavar="S", help="what differs by more is named: 0.05")
@@ -113,8 +107,7 @@ def compare(args: argparse.Namespace) -> int:
         if args.out:
             args.out.write_text(drawn, encoding="utf-8")
     except OSError as error:
-        print(f"sherd compare: {error.filename}: {error.strerror}", file=sys.stderr)
-        return NO_ROOM
+        return not_written("compare", error)
     return 0
 
 

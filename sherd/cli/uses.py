@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sherd.cli.options import reader
+from sherd.cli.options import add_command, reader
 from sherd.cli.terminal import say
 from sherd.errors import CheckpointError, InputError
 from sherd.storage.folder import Folder, checked
@@ -43,8 +43,7 @@ def add_uses(commands: Any) -> None:
 
 
 def _command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
-    p: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    p.set_defaults(use=name)
+    p = add_command(commands, name, about, use=name)
     p.add_argument(
         "run",
         nargs="?",
