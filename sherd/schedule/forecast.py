@@ -270,14 +270,7 @@ class _Ledger:
 
 
 class SchedulePlayer:
-    """Plays steps: the schedule answers each moment, and its actions change buffers, whose bytes the `ledger` adds up.
-
-    Args:
-        specs: the units.
-        limits: the limits of the schedule.
-        sizes: the groups of each unit.
-        batch_bytes: small gradients are collected until they are this many bytes.
-    """
+    """Plays steps: the schedule answers each moment, its actions change buffers, and `ledger` adds up their bytes."""
 
     def __init__(
         self, specs: tuple[UnitSpec, ...], limits: Limits, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int
