@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from sherd.api.placements import PRESETS
 from sherd.engine import Unit
-from sherd.memory.held import held_by
+from sherd.memory.watch import held_by
 from sherd.policy import Level
 from sherd.schedule.moments import MemoryKind
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.cli.compare import compared
+from sherd.cli.report import compared
 from sherd.policy import CommPolicy
 from sherd.tools.doctor.bandwidth import measured
 from sherd.tools.plan.axes import ModelLayout

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Protocol
 
+from sherd.cli.options import reader
 from sherd.cli.terminal import say
-from sherd.cli.uses import at_least
 from sherd.tools.doctor.findings import as_json, as_table, exit_code
+from sherd.tools.simulate.values import at_least
 from sherd.train.codes import BAD_INPUT
 
 ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
@@ -35,7 +36,7 @@ def add_doctor(commands: Commands) -> None:
         metavar="FILE",
         help="flight records, or folders of them: read these, and start no ranks",
     )
-    p.add_argument("--ranks", type=at_least(1), metavar="N", help="processes to start: 2, or one per device")
+    p.add_argument("--ranks", type=reader(at_least(1)), metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")

@@ -8,23 +8,24 @@ import gc
 import json
 import math
 import re
-import sys
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sherd.cli.options import add_command, add_fields, flag_of, not_written, reader, word_of
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
-from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.report.page import page, require_plotly
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
-from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
+from sherd.tools.simulate.search import garbage_left
+from sherd.tools.simulate.settings import AXES, KINDS, STRATEGIES, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
+from sherd.tools.simulate.values import at_least
 from sherd.train.axes import Axes, axes_of
 from sherd.train.codes import BAD_INPUT, NO_ROOM
-from sherd.train.config import Config
+from sherd.train.config import FIELDS, Config
 
 if TYPE_CHECKING:
     from sherd.cli.planned_model import Planned
@@ -40,17 +41,16 @@ CODES = (
     f"exit code: 0, it fits, or is tight; {DOES_NOT_FIT}, it does not fit; {BAD_INPUT}, it cannot be planned; "
     f"{NO_ROOM}, a file cannot be written"
 )
-YES_OR_NO = {"yes": True, "no": False}
-AS_TRAINED = {"prefetch": 1, "replicate_below": 0}
+SHARED = [name for name in KINDS if name in FIELDS]
+"""The settings that a config of `sherd train` has too."""
+AS_TRAINED = {each.name: each.default for each in fields(Settings) if each.name in KINDS.keys() - SHARED}
 """Settings that `sherd train` leaves as `fully_shard` has them."""
 TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
 """The optimizers of sherd train, by the names in its configs."""
 
 
 def add_plan(commands: Any) -> None:
-    """Add the command to `commands`, the sub-parsers of `sherd`."""
-    p = commands.add_parser("plan", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    p.set_defaults(do=run)
+    p = add_command(commands, "plan", ABOUT, CODES, do=run)
     p.add_argument(
         "model",
         metavar="MODEL",
@@ -62,35 +62,21 @@ def add_plan(commands: Any) -> None:
     )
     names = f"{', '.join(shipped_clusters())}, or a file; of several the cheapest comes first"
     p.add_argument("--cluster", nargs="+", default=["h100"], metavar="NAME", help=names)
-    p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
-    p.add_argument("--nodes", type=int, metavar="N", help="instead of --ranks: all devices of so many nodes")
+    count = reader(at_least(1))
+    p.add_argument("--ranks", type=count, metavar="N", help="devices; unless told, those of one node")
+    p.add_argument("--nodes", type=count, metavar="N", help="instead of --ranks: all devices of so many nodes")
     p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     said = "of a step, over all ranks; unless told, one per rank; several are planned one by one"
-    p.add_argument("--samples", nargs="+", type=int, metavar="N", help=said)
+    p.add_argument("--samples", nargs="+", type=count, metavar="N", help=said)
     p.add_argument("--tokens", type=_count, metavar="N", help="of a whole run, as 1.4T: tell its days and its price")
-    p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
+    p.add_argument("--context", type=count, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw-fused unless told, or the config's")
     p.add_argument(
         "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, 95 %% of an accelerator'
     )
     chosen = p.add_argument_group("settings that are chosen unless told")
-    chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
-    chosen.add_argument(
-        "--strategy", type=_strategy, metavar="NAME", help=f"what is sharded: {', '.join(STRATEGIES)}; auto: all"
-    )
-    chosen.add_argument("--placement", choices=("shard", "flat", "whole"), help="how parameters are cut")
-    chosen.add_argument(
-        "--replicate-below", type=int, metavar="BYTES", help="keep smaller parameters whole on each rank"
-    )
-    chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
-    chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
-    chosen.add_argument(
-        "--checkpointing", type=_share, metavar="yes|no|SHARE", help="keep only inputs of blocks, or of a share of them"
-    )
-    chosen.add_argument("--recompute", choices=VALUES["recompute"], help="what those blocks compute again")
-    chosen.add_argument("--offload", choices=YES_OR_NO, help="keep shards and optimizer state in host memory")
-    chosen.add_argument("--prefetch", type=int, metavar="N", help="units gathered ahead")
+    add_fields(chosen, (each for each in fields(Settings) if each.name in KINDS))
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
     p.add_argument("--timeline", type=Path, metavar="FILE", help="write the step for sherd report and sherd compare")
@@ -133,8 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         _write(args, made, model)
     except OSError as error:
-        print(f"sherd plan: {error.filename}: {error.strerror}", file=sys.stderr)
-        return NO_ROOM
+        return not_written("plan", error)
     return 0 if made.fits else DOES_NOT_FIT
 
 
@@ -153,10 +138,6 @@ def _next(made: Plan, model: Planned, context: int) -> str:
 
 def _plans(args: argparse.Namespace) -> tuple[list[Plan], Planned]:
     """Returns a plan for each cluster and number of samples: those that fit first, and of these the cheapest."""
-    for name in ("context", "ranks", "nodes", "micro_batch", "prefetch", "samples"):
-        for value in args.samples or () if name == "samples" else (getattr(args, name),):
-            if value is not None and value < (least := int(name != "prefetch")):
-                raise InputError(f"{_flag(name)} {value}: expected at least {least}")
     if None not in (args.nodes, args.ranks):
         raise InputError(f"--nodes {args.nodes}: --ranks is there too; leave one of them out")
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
@@ -195,7 +176,8 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
         mesh = mesh_of(_mesh(args, cluster.devices_per_node))
     except ArgumentError as error:
         raise InputError(f"--mesh {args.mesh}: {error.said}") from error
-    config, given = model.config, _given(args)
+    config = model.config
+    given = {name: value for name in KINDS if (value := getattr(args, name)) is not None}
     if as_is:
         if config is None:
             raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
@@ -211,7 +193,7 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
     if args.write is not None:
         for name, only in AS_TRAINED.items():
             if given.setdefault(name, only) != only:
-                raise InputError(f"{_flag(name)} {given[name]}: --write is for sherd train, which has {only}")
+                raise InputError(f"{flag_of(name)} {given[name]}: --write is for sherd train, which has {only}")
     if args.context is not None:
         _require_context(args.model, model, args.context)
         if config is not None:
@@ -225,20 +207,12 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
     try:
         return planned(training, cluster, mesh, samples, args.limit, given, Path(args.model).name)
     except ArgumentError as error:
-        flag, value = _flag(error.argument), getattr(args, error.argument, None)
+        flag, value = flag_of(error.argument), getattr(args, error.argument, None)
         if value is None and error.argument == "mesh":
             flag, value = "--ranks", args.ranks or mesh
         elif value is None:
             flag, value = ("batch", samples) if config else (flag, "")
-        raise InputError(f"{flag} {_in_words(value)}: {error.said}") from error
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _in_words(value: object) -> str:
-    return {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}") if isinstance(value, float) else str(value)
+        raise InputError(f"{flag} {word_of(value)}: {error.said}") from error
 
 
 def _require_context(name: str, model: Planned, context: int) -> None:
@@ -268,41 +242,13 @@ def _count(word: str) -> float:
     return count
 
 
-def _share(word: str) -> float:
-    try:
-        share = float(YES_OR_NO.get(word, word))
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither yes, no, nor the share of blocks, 0 to 1")
-    return share
-
-
-def _strategy(word: str) -> str:
-    if usual_name(word) not in STRATEGIES:
-        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(STRATEGIES)}")
-    return word
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that are told."""
-    names = (
-        *("strategy", "placement", "replicate_below", "wrapping", "checkpointing", "recompute", "prefetch"),
-        "micro_batch",
-    )
-    words = {name: getattr(args, name) for name in names}
-    flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
-    return {name: value for name, value in (words | flags).items() if value is not None}
-
-
 def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
     """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
     if config.strategy not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise InputError(f"strategy = {config.strategy} is not planned; known are {known}")
     return {
-        **{name: getattr(config, name) for name in ("strategy", "placement", "wrapping", "offload", "checkpointing")},
-        **({"recompute": config.recompute} if config.checkpointing else {}),
+        **{name: getattr(config, name) for name in SHARED if name != "recompute" or config.checkpointing},
         **AS_TRAINED,
         "reshard": config.reshard and STRATEGIES[config.strategy] == "auto",
         "micro_batch": config.split(axes.num_data)[0],
@@ -322,7 +268,7 @@ def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
         if not (size.isascii() and size.isdecimal()) or int(size) < 1:
             raise InputError(f"--mesh {args.mesh}: {name} is {size!r}; expected a whole number from 1 on")
         sizes[name] = int(size)
-    num_ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    num_ranks = math.prod(sizes.values())
     if args.ranks not in (None, num_ranks):
         raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")
     return sizes
@@ -379,10 +325,9 @@ def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
 def configured(config: Config, made: Plan, context: int) -> Config:
     """Returns `config` with the settings of a plan for samples of `context` tokens."""
     settings, mesh = made.settings, made.settings.mesh
-    names = ("strategy", "placement", "wrapping", "reshard", "offload", "checkpointing", "recompute", "micro_batch")
     axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
     planned = {
-        **{name: getattr(settings, name) for name in names},
+        **{name: getattr(settings, name) for name in SHARED},
         "context": context,
         "mesh": ",".join(axes) or "dp=1",
         "precision": "fp32" if made.compute_dtype is None else "bf16",

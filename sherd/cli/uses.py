@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from sherd.cli.options import add_command, reader
 from sherd.cli.terminal import say
 from sherd.errors import CheckpointError, InputError
 from sherd.storage.folder import Folder, checked
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import Disk
+from sherd.tools.simulate.values import at_least
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import MODEL, Config
 from sherd.train.folder import last_run
@@ -22,22 +22,20 @@ from sherd.train.saved import Checkpoint, folder_in, newest
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
 
-__all__ = ["Asked", "add_uses", "asked", "at_least", "pick", "use"]
-
-Number = TypeVar("Number", int, float)
+__all__ = ["Asked", "add_uses", "asked", "pick", "use"]
 
 OF_USE = (*MODEL, "data", "context", "seed", "precision")  # fields of the run
 SAMPLES = 8  # windows in one forward of one rank
 
 
 def add_uses(commands: Any) -> None:
-    """Add the parsers of these commands to `commands`, the sub-parsers of `sherd`."""
     p = _command(commands, "generate", "let a trained model write; stdout gets the text, and nothing else")
     p.add_argument("--prompt", default="", metavar="TEXT", help="how the text begins")
-    length = "tokens, which are bytes, after the prompt; 200 unless told"
-    p.add_argument("--tokens", "--length", dest="length", type=at_least(0), default=200, metavar="N", help=length)
-    p.add_argument("--temperature", type=at_least(0.0), default=0.6, metavar="T", help="0: the likeliest byte; 0.6")
-    p.add_argument("--seed", type=at_least(0), metavar="N", help="decides what is drawn; the run's seed")
+    length, count = "tokens, which are bytes, after the prompt; 200 unless told", reader(at_least(0))
+    p.add_argument("--tokens", "--length", dest="length", type=count, default=200, metavar="N", help=length)
+    heat = reader(at_least(0.0))
+    p.add_argument("--temperature", type=heat, default=0.6, metavar="T", help="0: the likeliest byte; 0.6")
+    p.add_argument("--seed", type=count, metavar="N", help="decides what is drawn; the run's seed")
 
     p = _command(commands, "eval", "tell how well a trained model predicts a text, by default the run's held-out one")
     p.add_argument("--data", metavar="PATH", help="another text, a file or a folder: all of it")
@@ -45,31 +43,18 @@ def add_uses(commands: Any) -> None:
 
 
 def _command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
-    p: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    p.set_defaults(use=name)
+    p = add_command(commands, name, about, use=name)
     p.add_argument(
         "run",
         nargs="?",
         metavar="CHECKPOINT",
         help="a run's folder, its checkpoints' folder, or one checkpoint; unless told the last run's",
     )
-    p.add_argument("--nproc", type=at_least(1), metavar="N", help="processes to shard the model over; 1 unless told")
+    num_ranks = reader(at_least(1))
+    p.add_argument("--nproc", type=num_ranks, metavar="N", help="processes to shard the model over; 1 unless told")
     p.add_argument("--mesh", default="", metavar="AXES", help="how they share it, as in dp=2,tp=2")
     p.add_argument("--device", default="auto", metavar="TYPE", help="auto, cpu, cuda, ...: as device of training")
     return p
-
-
-def at_least(low: Number) -> Callable[[str], Number]:
-    """Returns a function that reads a number of the type of `low` that is not below it."""
-
-    def read(text: str) -> Number:
-        value = type(low)(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is out of its limits; it must be at least {low}")
-        return value
-
-    read.__name__ = type(low).__name__  # argparse names it where `text` is no number at all
-    return read
 
 
 @dataclass(frozen=True)

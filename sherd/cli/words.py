@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from sherd import __version__
-from sherd.cli.compare import add_compare
 from sherd.cli.convert_words import add_interchange
 from sherd.cli.doctor_words import add_doctor
+from sherd.cli.options import reader
 from sherd.cli.plan import add_plan
-from sherd.cli.report import add_report
+from sherd.cli.report import add_compare, add_report
 from sherd.cli.uses import add_uses
 from sherd.errors import InputError, did_you_mean
+from sherd.tools.simulate.values import at_least
 from sherd.train.axes import axes_of
-from sherd.train.config import FIELDS, NO_HF_CONFIG, Config, assigned, describe, read_tree, whole_number
+from sherd.train.config import FIELDS, KINDS, NO_HF_CONFIG, Config, assigned, describe, read_tree
 from sherd.train.folder import is_free, last_run
 from sherd.train.saved import Checkpoint, NoCheckpoint, Start, folder_in, newest
 
 __all__ = ["command_of", "configure", "parse", "require_fit"]
-
 
 THIRD = 0
 """In the place of the step to record: the third from where the run starts, when the order of units is long learnt."""
@@ -34,6 +34,7 @@ MANY_MACHINES = (
 )
 
 
+COUNT = reader(at_least(1))
 CONFIGS = (".toml", ".json", ".yaml", ".yml")
 EXAMPLE = "for example: sherd train --data my_texts/ --steps 200, then sherd generate"
 
@@ -65,11 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--config", metavar="FILE", help="TOML, or JSON, with any of the fields below")
     p.add_argument("--data", metavar="PATH", help="data: a file or a folder of text")
     p.add_argument("--out", metavar="PATH", help="the folder of the run, a new or empty one; with --resume, a run's")
-    p.add_argument("--steps", type=_whole, metavar="N", help="steps")
+    p.add_argument("--steps", type=reader(KINDS["steps"]), metavar="N", help="steps")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the last run")
     p.add_argument("--resume-or-start", action="store_true", help="the same, or start in --out where nothing was saved")
     p.add_argument("--mesh", metavar="AXES", help="mesh: how ranks share the work, as in dp=2,tp=2")
-    p.add_argument("--nproc", type=_whole, metavar="N", help="processes to start: 2, or one per device, unless told")
+    p.add_argument("--nproc", type=COUNT, metavar="N", help="processes to start: 2, or one per device, unless told")
     p.add_argument("--dry-run", action="store_true", help="say what a step takes on each rank, and start nothing")
     p.add_argument(
         "--print-config", action="store_true", help="print all fields as TOML for --config, and start nothing"
@@ -96,19 +97,9 @@ def _versions() -> str:
     return f"sherd {__version__}, torch {torch}, Python {platform.python_version()}"
 
 
-def _whole(text: str) -> int:
-    try:
-        return whole_number(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-
-
 def _step(text: str) -> int | str:
     """Returns the number of a step. What is meant as a field is left for `parse`."""
-    if "=" in text:
-        return text
-    if (number := _whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no step; the first is 1")
+    number: int | str = text if "=" in text else COUNT(text)
     return number
 
 
@@ -213,8 +204,6 @@ def require_fit(args: argparse.Namespace, config: Config) -> None:
     Raises:
         InputError: the file is missing, or the batch or the mesh does not fit.
     """
-    if args.nproc is not None and args.nproc < 1:
-        raise InputError(f"--nproc {args.nproc} is too few; a run needs at least one process")
     if config.hf and not Path(config.hf).is_file():
         raise InputError(NO_HF_CONFIG.format(config.hf))
     if args.nproc:

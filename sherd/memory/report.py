@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from sherd.engine import Runtime, Unit, sizes_of
 from sherd.errors import ModuleError
-from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
-from sherd.memory.watch import Watch, last_peak, last_step, sealed_runtime, watched
+from sherd.memory import watch
 from sherd.requirements import require_int
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast
@@ -99,7 +98,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     units = Unit.below(model)
     assert units[0] is unit, "the root comes first"
     names = names_of(model, units)
-    predicted, measured = forecast_for(model, units, unsynced_batches), last_peak(units)
+    predicted, measured = forecast_for(model, units, unsynced_batches), watch.last_peak(units)
     lasting = _lasting(units, optimizer)
     always = lasting.total()
     return MemoryReport(
@@ -114,8 +113,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 class MemoryPeak:
     """The peak that `track_memory` measures. It can still be read after the `with` block."""
 
-    def __init__(self, watch: Watch, names: Sequence[str]) -> None:
-        self._watch = watch
+    def __init__(self, seen: watch.Watch, names: Sequence[str]) -> None:
+        self._watch = seen
         self._names = tuple(names)
 
     @property
@@ -161,8 +160,8 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
         StateError: its parameters have no data yet, or it is tracked already.
     """
     unit = root_unit(model, "track_memory")
-    with watched(model, unit) as watch:
-        yield MemoryPeak(watch, names_of(model, watch.units))
+    with watch.watched(model, unit) as seen:
+        yield MemoryPeak(seen, names_of(model, seen.units))
 
 
 def root_unit(model: nn.Module, caller: str) -> Unit:
@@ -195,16 +194,18 @@ Bytes = Counter[tuple[int | None, MemoryKind]]
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
     """Returns the bytes that stay allocated throughout a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
-    lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
+    lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): watch.staging_bytes(units)})
     if optimizer is not None:
-        for owner, held in held_by_optimizer(optimizer.state, units[0].mesh.device).items():
-            lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += total(held)
+        for owner, held in watch.held_by_optimizer(optimizer.state, units[0].mesh.device).items():
+            lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += watch.total(held)
     return lasting
 
 
 def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
     present = {
-        (number, kind): nbytes for number, unit in enumerate(units) for kind, nbytes in bytes_of(held_by(unit)).items()
+        (number, kind): nbytes
+        for number, unit in enumerate(units)
+        for kind, nbytes in watch.bytes_of(watch.held_by(unit)).items()
     }
     now, at_peak = lasting + Counter(present), lasting + Counter(peak.parts)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
@@ -255,8 +256,8 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
     """
     state = state_for(root, units)
     sizes = [sizes_of(unit) for unit in units]
-    runtime = sealed_runtime(units)
-    step = None if runtime is None else last_step(runtime)
+    runtime = watch.sealed_runtime(units)
+    step = None if runtime is None else watch.last_step(runtime)
     if step is None:
         step = step_of(_guess(root, units, runtime), sizes)
     return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes_of(units), unsynced=unsynced)

@@ -18,7 +18,7 @@ runs the model answers the events, and the effects of its actions on the buffers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,19 +58,14 @@ def forecast(
         unsynced: the number of passes before `step` whose gradients stay unreduced.
     """
     assert len(specs) == len(sizes), "every unit has sizes"
-    syncing = tuple(replace(spec, reduces=True) for spec in specs)
-    waiting = tuple(replace(spec, reduces=False) for spec in specs)
-    schedule = Schedule(syncing, limits)
-    buffers = Buffers(sizes, batch_bytes)
-    for is_learnt in (False, True):
-        buffers.begin_step()
-        for event in [do.Reshard(unit) for unit in range(len(specs))] if is_learnt else []:
-            buffers.live_through(schedule, event)
-        for choices in (*(waiting,) * unsynced, syncing):
-            schedule.move_to(replace(schedule.state, specs=choices))
+    player = SchedulePlayer(specs, limits, sizes, batch_bytes)
+    for _ in ("learns the order", "knows it"):
+        player.begin_step()
+        for reduces in (*[False] * unsynced, True):
+            player.change(replace(spec, reduces=reduces) for spec in specs)
             for moment in step:
-                buffers.live_through(schedule, moment)
-    return buffers.ledger.peak
+                player.live_through(moment)
+    return player.ledger.peak
 
 
 class _Group:
@@ -262,7 +257,6 @@ class _Ledger:
             self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Make the bytes that are alive now the peak."""
         # The parts are added up only on demand: every unit's first gradient is a new peak.
         self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
 
@@ -275,11 +269,14 @@ class _Ledger:
         return Forecast(self._peak, self._peak_moment, {part: nbytes for part, nbytes in parts.items() if nbytes})
 
 
-class Buffers:
-    """The buffers of all units, whose bytes the `ledger` adds up."""
+class SchedulePlayer:
+    """Plays steps: the schedule answers each moment, its actions change buffers, and `ledger` adds up their bytes."""
 
-    def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
+    def __init__(
+        self, specs: tuple[UnitSpec, ...], limits: Limits, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int
+    ) -> None:
         self.ledger = _Ledger()
+        self._schedule = Schedule(specs, limits)
         self._units = [
             [_Group(group_sizes, batch_bytes, partial(self.ledger.add, unit)) for group_sizes in groups]
             for unit, groups in enumerate(sizes)
@@ -295,12 +292,18 @@ class Buffers:
             group.drop_gradients()
         self.ledger.begin(None)
         self.ledger.forget_peak()
+        for unit in range(len(self._units)):
+            self.live_through(do.Reshard(unit))
 
-    def live_through(self, schedule: Schedule, moment: Moment) -> tuple[do.Action, ...]:
+    def change(self, specs: Iterable[UnitSpec]) -> None:
+        """Follow other policies of the units from now on."""
+        self._schedule.move_to(replace(self._schedule.state, specs=tuple(specs)))
+
+    def live_through(self, moment: Moment) -> tuple[do.Action, ...]:
         """Carry out the schedule's answer to `moment`, or take a gradient. Returns the actions."""
         self.ledger.begin(moment)
         if isinstance(moment, Arrival):
-            reduces = schedule.state.specs[moment.unit].reduces
+            reduces = self._schedule.state.specs[moment.unit].reduces
             self._units[moment.unit][moment.group].arrive(moment.index, reduces)
             return ()
         if begins_step(moment):
@@ -309,7 +312,7 @@ class Buffers:
         if isinstance(moment, EndBackward):
             for group in self._groups:
                 group.end_backward()
-        actions = schedule.on(moment)
+        actions = self._schedule.on(moment)
         for action in actions:
             groups = self._units[action.unit]
             if isinstance(action, do.FreeGroup):

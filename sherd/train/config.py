@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 from sherd.errors import InputError, did_you_mean
+from sherd.tools.simulate.settings import setting
+from sherd.tools.simulate.values import Kind, above, at_least, limited, one_of, parsed_toml
 
-__all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml", "whole_number"]
+__all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml"]
 
 NO_HF_CONFIG = "hf = {!r} is no file; give the path of a Hugging Face config.json"
 MOST = 8  # samples; more of them take memory, and are hardly faster
-# The engine's own words, written down once more, as a config is checked without torch:
+# The engine's own words, written down again, since a config is checked without torch:
 # test_choices_are_those_of_the_engine_and_of_plans.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
-WRAPPINGS = ("auto", "pairs", "parts", "ends")
 MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
 PATHS = ("data", "hf")
 FREE = (
@@ -44,25 +42,7 @@ TRACKERS = {
 }
 """The words for `logger`, which are the packages that they need, and what is started for each."""
 
-T = TypeVar("T")
 Tree = Mapping[str, Any]  # field -> value, as TOML and JSON give it
-
-
-def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:
-    value: T = field(default=default, metadata={"about": about, "rule": rule, "holds": holds})
-    return value
-
-
-def _at_least(low: float, default: T, about: str) -> T:
-    return _field(default, about, f"at least {low}", lambda value: value >= low)  # type: ignore[operator]
-
-
-def _above(low: float, default: float, about: str) -> float:
-    return _field(default, about, f"above {low}", lambda value: value > low)
-
-
-def _one_of(names: tuple[str, ...], about: str) -> str:
-    return _field(names[0], about, "one of " + ", ".join(names), lambda value: value in names)
 
 
 @dataclass(frozen=True)
@@ -74,51 +54,53 @@ class Config:
     """
 
     # The model: a Llama-style decoder, or a Hugging Face one
-    layers: int = _at_least(1, 4, "decoder blocks")
-    width: int = _at_least(1, 128, "numbers per token in the residual stream")
-    heads: int = _at_least(1, 4, "query heads; they divide the width")
-    kv_heads: int = _at_least(1, 2, "key and value heads; they divide the query heads")
-    hidden: int = _at_least(1, 384, "numbers per token inside the feed-forward layer")
-    tied: bool = _field(True, "the output layer reads the embedding's weight")
-    hf: str = _field("", "a Hugging Face config.json; its model replaces the six fields above")
+    layers: int = limited(4, "decoder blocks", at_least(1))
+    width: int = limited(128, "numbers per token in the residual stream", at_least(1))
+    heads: int = limited(4, "query heads; they divide the width", at_least(1))
+    kv_heads: int = limited(2, "key and value heads; they divide the query heads", at_least(1))
+    hidden: int = limited(384, "numbers per token inside the feed-forward layer", at_least(1))
+    tied: bool = limited(True, "the output layer reads the embedding's weight")
+    hf: str = limited("", "a Hugging Face config.json; its model replaces the six fields above")
     # The data
-    data: str = _field("", "a file or a folder of text; empty: the Python standard library's own sources")
-    context: int = _at_least(2, 128, "tokens (bytes) a sample predicts, and can look back on")
+    data: str = limited("", "a file or a folder of text; empty: the Python standard library's own sources")
+    context: int = limited(128, "tokens (bytes) a sample predicts, and can look back on", at_least(2))
     # The optimizer, on batches of a fixed number of samples, whatever the number of ranks
-    optimizer: str = _one_of(("adamw", "muon"), "muon: hidden matrices by sherd.Muon, the rest by AdamW")
-    lr: float = _above(0, 2e-3, "peak learning rate")
-    warmup: int = _at_least(0, 50, "steps from zero to the peak; a run that is shorter never gets there")
-    batch: int = _at_least(1, 16, "samples per step, over all ranks")
-    micro_batch: int = _at_least(
-        0, 0, f"samples in one forward of one rank; 0: the most, up to {MOST}, that divide its share"
+    optimizer: str = limited("adamw", "muon: hidden matrices by sherd.Muon, the rest by AdamW", one_of("adamw", "muon"))
+    lr: float = limited(2e-3, "peak learning rate", above(0))
+    warmup: int = limited(50, "steps from zero to the peak; a run that is shorter never gets there", at_least(0))
+    batch: int = limited(16, "samples per step, over all ranks", at_least(1))
+    micro_batch: int = limited(
+        0, f"samples in one forward of one rank; 0: the most, up to {MOST}, that divide its share", at_least(0)
     )
     # How ranks share the work
-    mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, tp; empty: all are dp")
-    strategy: str = _one_of(("auto", *ONE_AXIS, *TWO_AXES), "what is sharded over which axis; auto: zero3 or hsdp")
-    placement: str = _one_of(("shard", "flat", "whole"), "a parameter is cut between rows, anywhere, or not at all")
-    wrapping: str = _one_of(WRAPPINGS, "what is a unit: a block, two, also parts of it, or also embedding and head")
-    reshard: bool = _field(True, "free unsharded parameters after forward, but for the root's")
-    offload: bool = _field(False, "parameters, gradients and optimizer state rest in host memory (for accelerators)")
-    checkpointing: float = _field(
-        0.0,
-        "share of the blocks that keep only their input for backward, and compute the rest again",
-        "in [0, 1]",
-        lambda value: 0 <= value <= 1,
+    mesh: str = limited("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, tp; empty: all are dp")
+    strategy: str = limited(
+        "auto", "what is sharded over which axis; auto: zero3 or hsdp", one_of("auto", *ONE_AXIS, *TWO_AXES)
     )
-    recompute: str = _one_of(("full", "selective"), "of these: all, or not attention and every second matrix product")
-    precision: str = _one_of(("fp32", "bf16"), "of forward and backward; weights stay fp32")
-    compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
+    placement: str = setting("placement")
+    wrapping: str = setting("wrapping")
+    reshard: bool = setting("reshard")
+    offload: bool = setting("offload")
+    checkpointing: float = setting("checkpointing")
+    recompute: str = setting("recompute")
+    precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
+    compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
     # The run
-    steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into minutes")
-    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take time beside")
-    every: int = _at_least(0, 250, "steps between checkpoints, and between evaluations; 0: at the end only")
-    seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
-    device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
-    logger: str = _field(
+    steps: int = limited(0, "optimizer steps; 0: as many as fit into minutes", at_least(0))
+    minutes: float = limited(3.0, "of training; start, evaluation and saving take time beside", above(0))
+    every: int = limited(250, "steps between checkpoints, and between evaluations; 0: at the end only", at_least(0))
+    seed: int = limited(0, "decides first weights, order of samples and the text sample", at_least(0))
+    device: str = limited(
+        "auto", "auto is the accelerator, else cpu", Kind(str, "a type, such as cuda or xpu", str.isidentifier)
+    )
+    logger: str = limited(
         "",
         "where figures also go: docs/do/train.md",
-        f"{', '.join(TRACKERS)}, or module:function",
-        lambda name: not name or name in TRACKERS or all(name.partition(":")),
+        Kind(
+            str,
+            f"{', '.join(TRACKERS)}, or module:function",
+            lambda name: not name or name in TRACKERS or all(name.partition(":")),
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -176,8 +158,7 @@ class Config:
 
 
 FIELDS = {each.name: each for each in dataclasses.fields(Config)}
-TYPES: dict[str, type] = get_type_hints(Config)
-WANTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
+KINDS: dict[str, Kind] = {name: each.metadata["kind"] for name, each in FIELDS.items()}
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -185,13 +166,10 @@ def _checked(name: str, value: Any) -> Any:
     if name not in FIELDS:
         section = isinstance(value, Mapping)
         raise InputError(f"unknown field {name}; {'a config has no sections' if section else _hint(name)}")
-    kind = TYPES[name]
-    if kind is float and type(value) is int:
+    if KINDS[name].type is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise InputError(f"{name} = {value!r} has the wrong type; it must be {WANTED[kind]}")
-    if not FIELDS[name].metadata["holds"](value):
-        raise InputError(f"{name} = {value!r} is out of its limits; it must be {FIELDS[name].metadata['rule']}")
+    if reason := KINDS[name].reason(value):
+        raise InputError(f"{name} = {value!r} {reason}")
     return value
 
 
@@ -216,7 +194,7 @@ def read_tree(path: str) -> Tree:
         raise InputError(f"the config {path} is YAML; give TOML, or JSON in a file that ends in .json")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        tree = json.loads(text) if path.endswith(".json") else _toml_of(text)
+        tree = json.loads(text) if path.endswith(".json") else parsed_toml(text)
     except OSError as error:
         raise InputError(f"cannot read the config {path}: {error.strerror}") from error
     except ValueError as error:  # the decoding errors of utf-8, JSON and TOML are all ValueErrors
@@ -224,14 +202,6 @@ def read_tree(path: str) -> Tree:
     if not isinstance(tree, dict):
         raise InputError(f"the config {path} holds no fields; write them as layers = 4")
     return tree
-
-
-def _toml_of(text: str) -> Any:
-    try:
-        reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ImportError as error:
-        raise InputError("Python 3.10 reads TOML with tomli: pip install tomli, or write JSON") from error
-    return reader.loads(text)
 
 
 def assigned(assignments: Iterable[str]) -> Tree:
@@ -245,29 +215,8 @@ def assigned(assignments: Iterable[str]) -> Tree:
         name, equals, text = word.partition("=")
         if not equals:
             raise InputError(f"{word!r} is not an assignment; write field=value, as in lr=0.001")
-        tree[name] = _literal(text, TYPES.get(name, str))  # what is no field `Config.of` says
+        tree[name] = KINDS[name].of_word(text) if name in KINDS else text  # `Config.of` refuses unknown fields
     return tree
-
-
-def _literal(text: str, kind: type) -> Any:
-    """`text` as `kind`; left a string where it is none, which `Config.of` then says."""
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text]
-        return whole_number(text) if kind is int else kind(text)
-    except (KeyError, ValueError, OverflowError):
-        return text
-
-
-def whole_number(text: str) -> int:
-    """`text`, a whole number, maybe in the form 1e6. Raises ValueError for any other."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-        if not number.is_integer():
-            raise ValueError(f"{text} is no whole number") from None
-        return int(number)
 
 
 # The fields in writing
@@ -277,7 +226,7 @@ def describe() -> str:
     """Every field with its default and what it is, for `--help`."""
     return "\n".join(
         f"  {f'{name} = {_value(each.default)}':24} {each.metadata['about']}"
-        + (f" ({rule})" if (rule := each.metadata["rule"]) else "")
+        + (f" ({KINDS[name].limits})" if KINDS[name].limits else "")
         for name, each in FIELDS.items()
     )
 
@@ -287,8 +236,7 @@ def page() -> str:
     rows = ["| field | default | meaning | limits |", "|---|---|---|---|"]
     for name, each in FIELDS.items():
         mark = "" if name in FREE else " \\*"
-        about, rule = each.metadata["about"], each.metadata["rule"]
-        rows.append(f"| `{name}`{mark} | `{_value(each.default)}` | {about} | {rule} |")
+        rows.append(f"| `{name}`{mark} | `{_value(each.default)}` | {each.metadata['about']} | {KINDS[name].limits} |")
     return "\n".join(rows) + "\n"
 
 

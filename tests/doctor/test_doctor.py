@@ -198,7 +198,7 @@ def test_what_is_wrong_between_ranks_is_told(world):
 def test_bad_words_are_refused_in_one_line(capsys):
     for words, why in (
         ("--ranks 0", "argument --ranks: 0 is out of its limits"),
-        ("--ranks two", "argument --ranks: invalid int value: 'two'"),
+        ("--ranks two", "argument --ranks: 'two' has the wrong type; it must be a whole number"),
         ("--strikt", "unknown option --strikt; did you mean --strict?"),
         ("what.bin", "what.bin is no flight record"),
     ):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from sherd import Flat, fully_shard
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.run.unit import Unit
-from sherd.memory.held import held_by
+from sherd.memory.watch import held_by
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.models import WIDTH, Wired, noise

@@ -16,9 +16,8 @@ from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.sizes import sizes_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state import group
-from sherd.memory.held import bytes_of, held_by
 from sherd.memory.report import forecast_for
-from sherd.memory.watch import watched
+from sherd.memory.watch import bytes_of, held_by, watched
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_same, whole_grads
 from tests.support.ranks.bodies import on_processes, on_threads

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from sherd import auto_shard
 from sherd._torch import all_gather_single, reduce_scatter_single
-from sherd.cli.planned_axes import trained_layout
+from sherd.cli.planned_model import trained_layout
 from sherd.policy import CommPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import ModelLayout

@@ -16,7 +16,7 @@ from bench.peak import LiveBytes
 from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError, UnsupportedError
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
-from sherd.tools.plan.running import plain_copy
+from sherd.tools.plan.explaining import plain_copy
 from sherd.tools.plan.tracing import traced
 from sherd.units import in_bytes
 from tests.planning.models import Calls, next_token

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from sherd.tools.plan.garbage import garbage_left
+from sherd.tools.simulate.search import garbage_left
 
 
 @pytest.fixture

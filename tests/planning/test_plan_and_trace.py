@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 import sherd
 from sherd.api.blocks import evenly_spread
 from sherd.api.recompute import selective_contexts
-from sherd.cli.compare import compared
+from sherd.cli.report import compared
 from sherd.layout.runs import Flat
 from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.schedule.moments import MemoryKind

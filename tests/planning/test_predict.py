@@ -10,8 +10,7 @@ from sherd.tools.simulate.predict import RankWork, predict
 from sherd.tools.simulate.segments import parts_of
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.timeline import Lane
-from sherd.tools.simulate.transform import checkpointed
-from sherd.tools.simulate.work import Collective, Op, OpKind, RankGroup
+from sherd.tools.simulate.work import Collective, Op, OpKind, RankGroup, checkpointed
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sherd.tools.simulate.transform import checkpointed
-from sherd.tools.simulate.work import Allocate, Enter
+from sherd.tools.simulate.work import Allocate, Enter, checkpointed
 from tests.planning.models import Calls, MultiHead, sum_of_all
 from tests.planning.played import flops, heights, measured, peak, read
 from tests.support.suites import examples

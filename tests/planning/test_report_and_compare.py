@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from sherd.cli.compare import compared
 from sherd.cli.main import main
+from sherd.cli.report import compared
 from sherd.tools.plan.files import to_json
 from sherd.tools.report import perfetto, picture
 from sherd.tools.simulate.timeline import Change, Lane, LaneSpan, Peak, Timeline
@@ -173,7 +173,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(folder, capsys):
         (["plan.json", "words.txt"], "words.txt: this is no JSON"),
         (["plan.json", "more.json"], "one timeline has 4 units and the other 5"),
         (["plan.json", "others.json"], "unit 1 is 'layers.0' in one timeline and 'blocks.0' in the other"),
-        (["plan.json", "run", "--share", "2"], "'2' is no share from 0 to 1"),
+        (["plan.json", "run", "--share", "2"], "2.0 is out of its limits; it must be a share from 0 to 1"),
         (["plan.json"], "required: TRACE"),
     ):
         assert told in refusal(capsys, "compare", *words), words

@@ -9,8 +9,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from sherd.api.recompute import KeptResults, selective_contexts
-from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Allocate, BackwardBegins, Enter, Gradient, Leave, Op, TensorKind
+from sherd.tools.simulate.work import (
+    Allocate,
+    BackwardBegins,
+    Enter,
+    Gradient,
+    Leave,
+    Op,
+    TensorKind,
+    checkpointed,
+    scaled,
+)
 from tests.planning import models
 from tests.planning.played import assert_calls_see_what_is_alive, flops, heights, of_kind, peak, read
 

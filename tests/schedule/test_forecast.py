@@ -15,9 +15,8 @@ from sherd.schedule.actions import (
     GradientsReady,
     GroupPassed,
 )
-from sherd.schedule.forecast import Buffers, forecast
+from sherd.schedule.forecast import SchedulePlayer, forecast
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, step_of
-from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, UnitSpec
 
 # Two ranks: 100 whole bytes, 50 in a shard. Rows of gradients are as long, their sum as a shard.
@@ -277,13 +276,12 @@ def test_after_a_step_only_shards_and_their_gradients_are_left(units, depth, red
         return tuple(Arrival(unit, n, i) for n, group in enumerate(sizes[unit]) for i in range(len(group.arriving)))
 
     forward = call(0, *uses(0)[:1], *(call(unit, *uses(unit)) for unit in range(1, len(units))), *uses(0)[1:])
-    schedule = Schedule(specs, Limits(depth, depth, reduce_buffers=reduce_buffers))
-    buffers = Buffers(sizes, batch_bytes)
+    player = SchedulePlayer(specs, Limits(depth, depth, reduce_buffers=reduce_buffers), sizes, batch_bytes)
     for _ in range(2):
-        buffers.begin_step()
-        assert buffers.ledger.now == sum(group.shards for group in groups)
+        player.begin_step()
+        assert player.ledger.now == sum(group.shards for group in groups)
         for moment in step_of(forward, sizes):
-            buffers.live_through(schedule, moment)
-    assert buffers.ledger.now == sum(g.shards for g in groups) + sum(g.gradients for g in groups if g.arriving)
-    found = buffers.ledger.peak
-    assert sum(found.parts.values()) == found.peak >= buffers.ledger.now
+            player.live_through(moment)
+    assert player.ledger.now == sum(g.shards for g in groups) + sum(g.gradients for g in groups if g.arriving)
+    found = player.ledger.peak
+    assert sum(found.parts.values()) == found.peak >= player.ledger.now

@@ -96,7 +96,7 @@ class ModelLayout:
 
     def misfit(self, mesh: Mesh) -> str:
         """Returns why the model cannot be laid over `mesh`, or an empty text if it can."""
-        others = [name for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
+        others = [name for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
         return f"nobody has said how this model is laid over {others[0]}" if others else ""
 
     def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:

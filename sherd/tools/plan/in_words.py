@@ -81,7 +81,6 @@ def cost_of(prediction: Prediction) -> tuple[float | None, str]:
 
 
 def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
-    """Returns the change from `settings` to `other` as advice."""
     words = other.in_words()
     names = [name for name in settings.differing(other) if name != "micro_batches"]
     change = " and ".join(words[name] for name in names)
@@ -125,7 +124,6 @@ def run_of(prediction: Prediction, tokens: float) -> str:
 
 
 def parted(lines: Iterable[str]) -> Iterator[str]:
-    """Yields `lines`, with long lines wrapped."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -133,7 +131,6 @@ def parted(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _settings_in_lines(settings: Settings) -> Iterator[str]:
-    """Yields the settings in lines, broken between two settings."""
     line = "settings    "
     *others, last = settings.in_words().values()
     for words in (*(f"{each}, " for each in others), last):
@@ -207,7 +204,6 @@ def _of_optimizer(timeline: Timeline) -> Iterator[str]:
 
 
 def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
-    """Yields a line for each piece of advice."""
     for change in advice:
         longer = _costs(change.costs_seconds)
         yield f"  {change.change}: saves {in_bytes(change.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
@@ -288,7 +284,7 @@ def program_of(
     yield from (["from sherd.tools.plan.reading import own_or_usual_loss"] if loss != "loss" else [])
     yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
     yield f"{', '.join(origin.names)} = {origin.call}"
-    sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
+    sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items()}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
     lay = 'cuts["{0}"](model, mesh["{0}"])' if "cuts" in origin.names else '# lay the model over mesh["{0}"] here'

@@ -18,7 +18,7 @@ from sherd.optim.matrix import MatrixOptimizer
 from sherd.optim.muon import Muon, left_to_adamw
 from sherd.optim.newton_schulz import computes_in
 from sherd.tools.plan.operations import collective_of, is_communication, tensors_among
-from sherd.tools.plan.recording import Recording
+from sherd.tools.plan.reading import Recording
 from sherd.tools.simulate.work import Event, Wait
 from sherd.wrap.names import plain_name
 

@@ -17,7 +17,6 @@ from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.requirements import require_floating_dtype, require_int
 from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.plan.axes import CUT_AXES, Cut, ModelLayout, Shards, auto_units
-from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
 from sherd.tools.plan.planner import (
     ArgumentError,
@@ -39,13 +38,14 @@ from sherd.tools.simulate.search import (
     SearchResult,
     Verdict,
     cheapest_changes,
+    garbage_left,
     published_on,
     search,
 )
 from sherd.tools.simulate.settings import (
     AXES,
     HYBRID,
-    NAMES,
+    KINDS,
     SHARES,
     STRATEGIES,
     VALUES,
@@ -382,8 +382,7 @@ def _wrappings(evaluate: Evaluate, layout: ModelLayout, settings: Settings) -> t
 
 def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:
     """Returns the mesh that the search begins with: all ranks data parallel, if there are samples for so many."""
-    whole, size = Mesh(space.num_ranks), given.get("micro_batch")
-    size = size if isinstance(size, int) and size > 0 else 1
+    whole, size = Mesh(space.num_ranks), given.get("micro_batch", 1)
     meshes = (whole, *space.meshes(whole))
     return next((mesh for mesh in meshes if space.batch % (mesh.num_data * size) == 0), whole)
 
@@ -473,33 +472,34 @@ def mesh_of(mesh: int | tuple[int, int] | Mapping[str, int]) -> int | Mesh:
         if name not in AXES:
             raise ArgumentError("mesh", "...", f"{name!r} is no axis; expected {', '.join(AXES)}")
         require_int(f"plan(mesh=...): {name}={{}}", size, 1)
-    shape = Mesh(**{AXES[name]: size for name, size in sizes.items()} | {"shard": sizes.get("dp", 1)})
-    if shape.shard % shape.ep:
-        raise ArgumentError("mesh", "...", f"ep={shape.ep} does not divide dp={shape.shard}; ep is a part of dp")
-    return shape
+    return Mesh(**{AXES[name]: size for name, size in sizes.items()} | {"shard": sizes.get("dp", 1)})
 
 
 def _settings_of(given: Mapping[str, Any], mesh: int | Mesh) -> dict[str, Any]:
     """Returns the given settings, with sherd's own name of a strategy.
 
     Raises:
-        PolicyError: there is no such setting or strategy, or two settings contradict each other.
+        PolicyError: there is no such setting, it cannot have this value, or two settings contradict each other.
     """
-    choosable = set(NAMES) - {"mesh", "micro_batches"}
-    for name in given:
-        if name not in choosable:
-            raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(choosable))}")
     settings = dict(given)
+    for name, value in given.items():
+        if name not in KINDS:
+            raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(KINDS))}")
+        kind = KINDS[name]
+        if kind.least is not None:
+            require_int(f"plan({name}={{}})", value, int(kind.least))
+        elif kind.type is float and isinstance(value, bool | int):
+            settings[name] = value = float(value)
+        if kind.reason(value if name != "strategy" else usual_name(value)):
+            raise ArgumentError(name, repr(value), f"expected {kind.expected}")
     if "strategy" in given:
         word = usual_name(given["strategy"])
-        if word not in STRATEGIES:
-            raise ArgumentError("strategy", repr(given["strategy"]), f"expected one of {', '.join(STRATEGIES)}")
         settings["strategy"] = STRATEGIES[word]
         if word in HYBRID and (isinstance(mesh, int) or mesh.replicate == 1):
             raise ArgumentError("strategy", repr(word), "it has replicas; give a mesh with the axis replicate")
         if settings["strategy"] != "auto" and given.get("reshard") is True:
             raise ArgumentError("reshard", True, f"by the strategy {word} parameters are kept; leave one of them out")
-    if "recompute" in given and given.get("checkpointing", True) in (False, 0):
+    if "recompute" in given and settings.get("checkpointing", 1.0) == 0:
         said = "without checkpointing nothing is computed again; leave one of them out"
         raise ArgumentError("recompute", repr(given["recompute"]), said)
     return settings
@@ -511,29 +511,18 @@ def _beginning(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Model
     `samples` are those of a rank in a step.
 
     Raises:
-        PolicyError: a setting cannot have this value, or the value does not go with the mesh and the samples.
+        PolicyError: a value does not go with the mesh and the samples.
     """
-    share = given.get("checkpointing", 0)
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ArgumentError("checkpointing", repr(share), "expected True, False, or the share of blocks, 0 to 1")
-    for name in ("reshard", "offload"):
-        if not isinstance(given.get(name, True), bool):
-            raise ArgumentError(name, repr(given[name]), "expected True or False")
-    for name in ("placement", "wrapping", "recompute"):
-        if given.get(name, VALUES[name][0]) not in VALUES[name]:
-            raise ArgumentError(name, repr(given[name]), f"expected one of {', '.join(VALUES[name])}")
     if given.get("wrapping", "auto") != "auto" and not layout.rewraps:
         said = "the units are made by `shard`; leave one of them out"
         raise ArgumentError("wrapping", repr(given["wrapping"]), said)
-    require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
     size = given.get("micro_batch", 1)
-    require_int("plan(micro_batch={})", size, 1)
     if samples % size:
         said = f"it does not divide the {samples} sample{'' if samples == 1 else 's'} of a rank in a step"
         raise ArgumentError("micro_batch", size, said)
     if samples // size < mesh.pp:
         raise ArgumentError("mesh", mesh, f"{samples // size} micro-batches are fewer than its {mesh.pp} stages")
-    settings = replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
+    settings = replace(Settings(mesh, micro_batches=samples // size), **given)
     conflict = settings.conflict
     if conflict:
         raise ArgumentError("strategy", repr(settings.strategy), f"with {conflict} all is sharded; leave it out")

@@ -50,8 +50,7 @@ from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
-from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work
+from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work, checkpointed, scaled
 
 if TYPE_CHECKING:
     from sherd.tools.plan.matrices import StepOfMatrices
@@ -338,7 +337,6 @@ class Planner:
 
 
 def _usual(settings: Settings, names: Iterable[str]) -> Settings:
-    """Returns `settings` with the usual values of those with these names."""
     usual = Settings(settings.mesh)
     return replace(settings, **{name: getattr(usual, name) for name in names})
 
@@ -349,11 +347,8 @@ def together(settings: Settings) -> int:
 
 
 def _without_data(mesh: Mesh) -> Mesh:
-    """Returns `mesh` with no more ranks than a forward needs.
-
-    Of the ranks with other samples these are as many as exchange experts, and of the stages the first and the last one.
-    """
-    return replace(mesh, shard=mesh.ep, replicate=1, pp=min(mesh.pp, 2))
+    """Returns `mesh` with no more ranks than a forward needs: of the stages these are the first and the last one."""
+    return replace(mesh, shard=1, replicate=1, pp=min(mesh.pp, 2))
 
 
 def _ranks_of(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
@@ -506,7 +501,6 @@ class RoughPlanner:
         return _between(outcome, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else outcome
 
     def _of_all(self, settings: Settings) -> Outcome:
-        """Returns the outcome of all micro-batches."""
         num = min(settings.micro_batches, max(MICRO_BATCHES, settings.mesh.pp + 1))
         last, others = self._played(replace(settings, micro_batches=num)), settings.micro_batches - num
         return _between(self._played(replace(settings, micro_batches=num - 1)), last, 1 + others) if others else last

@@ -138,7 +138,6 @@ Run = tuple[str, ...]
 
 
 def block_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """Returns the lists of blocks that `model` repeats."""
     return list(repeated_blocks(model).values())
 
 

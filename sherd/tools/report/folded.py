@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline
+from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline, most_of
 from sherd.tools.simulate.work import TensorKind
 from sherd.units import in_bytes
 
@@ -51,10 +51,8 @@ def kinds_of(timelines: Sequence[Timeline]) -> dict[str, int]:
     """
     most: Counter[str] = Counter()
     for timeline in timelines:
-        now: Counter[str] = Counter()
-        for change in timeline.changes:
-            now[change.kind] += change.nbytes
-            most[change.kind] = max(most[change.kind], now[change.kind])
+        for kind, nbytes in most_of(timeline.changes, lambda change: change.kind).items():
+            most[kind] = max(most[kind], nbytes)
     ranked = [kind for kind, nbytes in most.most_common() if nbytes > 0]
     named = ranked if len(ranked) <= KINDS else [*ranked[: KINDS - 1], OTHER]
     order = [*BOTTOM, TensorKind.ACTIVATION, TensorKind.LOGITS, *MemoryKind]

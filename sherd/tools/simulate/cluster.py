@@ -5,7 +5,6 @@ A cluster file is TOML in which every figure has a unit.
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from sherd.errors import ClusterError, did_you_mean
+from sherd.tools.simulate.values import Kind, parsed_toml
 from sherd.tools.simulate.work import OpKind
 
 
@@ -117,39 +117,43 @@ BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**
 
 
 @dataclass(frozen=True, slots=True)
-class ValueKind:
-    """The values of a field: a value of `types`; with `units` a text, which is written in the last unit that fits."""
+class Quantity(Kind):
+    """Numbers as texts with a unit. They are written in the last unit that fits, the smaller `units` first."""
 
-    expected: str
-    types: tuple[type, ...] = (str,)
     units: Mapping[str, float] = field(default_factory=dict)
     may_be_zero: bool = False
 
 
-BYTES = ValueKind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
-BANDWIDTH = ValueKind(
-    'bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()}
+BYTES = Quantity(str, 'bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
+BANDWIDTH = Quantity(
+    str, 'bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()}
 )
-FLOPS = ValueKind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
-SECONDS = ValueKind(
-    'a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True
+FLOPS = Quantity(
+    str, 'FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)}
 )
-SHARE = ValueKind("a number above 0 and up to 1 without a unit, as 0.75", (float, int))
-COUNT = ValueKind("a whole number from 1 on", (int,))
-FLAG = ValueKind("true or false", (bool,))
-TEXT = ValueKind("a text that is not empty")
+SECONDS = Quantity(
+    str, 'a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True
+)
+SHARE = Kind(float, "a number above 0 and up to 1 without a unit, as 0.75", lambda share: 0 < share <= 1)
+COUNT = Kind(int, "a whole number from 1 on", lambda count: 0 < count <= sys.maxsize)
+FLAG = Kind(bool, "true or false")
+TEXT = Kind(str, "a text that is not empty", lambda text: bool(text.strip()))
 DECIMAL_BYTES = replace(BYTES, units=DECIMAL)
 TIMED = 'a list of texts, as "2 MB: 97 us" or "151 MFLOP, 2 MB, 384 deep: 977 us"'
-FLOP = ValueKind(
-    'FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True
+FLOP = Quantity(
+    str, 'FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True
 )
-PRICE = ValueKind('a price and the code of its currency, as "2.99 USD"')
+PRICE = Kind(
+    str,
+    'a price and the code of its currency, as "2.99 USD"',
+    lambda text: bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII)),
+)
 
 LINKS = ("within", "across", "to_host", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-FIELDS: dict[str, ValueKind] = {
+FIELDS: dict[str, Kind] = {
     "name": TEXT,
     "devices_per_node": COUNT,
     "host_memory": BYTES,
@@ -178,7 +182,6 @@ OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
 
 
 def shipped_clusters() -> list[str]:
-    """Returns the names of the clusters that come with sherd."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -218,17 +221,13 @@ def bytes_in(text: str, where: str) -> int:
 
 def _tree(path: Path) -> dict[str, object]:
     try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        tree: dict[str, object] = toml.loads(path.read_text(encoding="utf-8"))
-    except ImportError as error:
-        raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli: pip install tomli") from error
+        return parsed_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         shipped = shipped_clusters()
         hint = did_you_mean(path.name, shipped, f"expected a file, or one of {', '.join(shipped)}")
         raise ClusterError(f"cannot read the cluster {str(path)!r}: {error.strerror}; {hint}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or no name of a file
         raise ClusterError(f"{str(path)!r} does not parse as TOML: {' '.join(str(error).split())}") from error
-    return tree
 
 
 def _flat(tree: Mapping[str, object]) -> dict[str, object]:
@@ -273,22 +272,19 @@ def _require_possible(path: Path, values: Mapping[str, object], device: Device) 
             raise ClusterError(f"{path}: {name} = {shortened(values[name])}; expected at most {peak}, {values[peak]}")
 
 
-def _value(where: str, value: object, kind: ValueKind) -> object:
+def _value(where: str, value: object, kind: Kind) -> object:
     """Returns `value` in bytes, seconds or the like, or unchanged if it has no unit. Raises ClusterError."""
-    text, number = str(value), float("nan")
-    is_good = type(value) in kind.types
-    if is_good and kind.units:
-        match = re.fullmatch(rf"{NUMBER} ?({'|'.join(map(re.escape, kind.units))})", text, re.ASCII)
+    is_good, number = not kind.reason(value), float("nan")
+    if is_good and isinstance(kind, Quantity):
+        match = re.fullmatch(rf"{NUMBER} ?({'|'.join(map(re.escape, kind.units))})", str(value), re.ASCII)
         number = float(match[1]) * kind.units[match[2]] if match else number
         is_good = 0 < number < float("inf") or (kind.may_be_zero and number == 0)
         is_good = is_good and (kind.may_be_zero or "GiB" not in kind.units or number >= 0.5)  # bytes are whole
-    elif is_good and kind in (SHARE, COUNT):
-        is_good = 0 < float(text) <= (1.0 if kind is SHARE else sys.maxsize)
-    elif is_good:
-        is_good = bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII) if kind is PRICE else text.strip())
     if not is_good:
         raise ClusterError(f"{where} = {shortened(value)}; expected {kind.expected}")
-    return round(number) if "GiB" in kind.units else number if kind.units else value
+    if not isinstance(kind, Quantity):
+        return value
+    return round(number) if "GiB" in kind.units else number
 
 
 def _timed(where: str, value: object) -> tuple[Timed, ...]:
@@ -327,8 +323,8 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     return {name: _text(flat[name], kind) for name, kind in FIELDS.items() if flat.get(name) is not None}
 
 
-def _text(value: object, kind: ValueKind) -> str:
-    if kind.units:
+def _text(value: object, kind: Kind) -> str:
+    if isinstance(kind, Quantity):
         number = float(str(value))
         fitting = [unit for unit, by in kind.units.items() if number >= by] or [*kind.units][:1]
         return f"{number / kind.units[fitting[-1]]:.4g} {fitting[-1]}"

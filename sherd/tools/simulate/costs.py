@@ -145,7 +145,6 @@ class ClusterCosts:
         self._seconds_of: dict[tuple[str, int, RankGroup], float] = {}
 
     def op(self, op: Op) -> float:
-        """Returns the seconds of an operation."""
         return op_seconds(op, self._cluster.device)
 
     def copied(self, nbytes: int) -> float:

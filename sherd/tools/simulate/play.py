@@ -21,16 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sherd.schedule import actions as do
-from sherd.schedule.forecast import Buffers
+from sherd.schedule.forecast import SchedulePlayer
 from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words
-from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep
-from sherd.tools.simulate.clock import Clock
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
 from sherd.tools.simulate.sharded import Sharded
-from sherd.tools.simulate.timeline import Lane, Meter, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 
 FOLLOWED = 3
@@ -134,8 +132,8 @@ class _Player:
         self._costs = costs
         self._parts = parts
         self._names = [unit.name for unit in sharded.units]
-        self._schedule = Schedule(sharded.specs, sharded.limits)
-        self._buffers = Buffers([unit.groups for unit in sharded.units], sharded.batch_bytes)
+        sizes = [unit.groups for unit in sharded.units]
+        self._buffers = SchedulePlayer(sharded.specs, sharded.limits, sizes, sharded.batch_bytes)
         self._num_seen = 0
         self._uncopied: Counter[int] = Counter()
         self._moment = "at rest"
@@ -145,8 +143,6 @@ class _Player:
 
     def begin_step(self) -> None:
         """Begin a step after the optimizer's step, which dropped the gradients."""
-        for unit in range(len(self._sharded.units)):
-            self._buffers.live_through(self._schedule, do.Reshard(unit))
         self._buffers.begin_step()
         self._see_buffers()
         self.clock = Clock(self._costs)
@@ -162,16 +158,14 @@ class _Player:
         for part in self._parts:
             if not isinstance(part, StepSegment | ModelCollective):
                 for moment in part:
-                    self._buffers.live_through(self._schedule, moment)
+                    self._buffers.live_through(moment)
         self._see_buffers()
         self.optimizer_step()
 
     def micro_batch(self, number: int, reduces: bool) -> None:
-        """Play forward and backward."""
         # All micro-batches leave the same memory behind, so the first ones suffice for what is reserved.
         self._is_followed = number < FOLLOWED
-        specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
-        self._schedule.move_to(replace(self._schedule.state, specs=specs))
+        self._buffers.change(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._go_through(self._parts)
 
     def pipeline(self, stage: Stage, micro_batches: int) -> list[float]:
@@ -195,7 +189,7 @@ class _Player:
             if stage.begins is not None and len(stage.begins) == len(order):
                 self.clock.wait(Lane.MODEL, -1, stage.begins[number])
             is_last = number == len(order) - 1
-            self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else keeping))
+            self._buffers.change(usual if is_last else keeping)
             gradient = 0 if is_forward or keeps else stage.sent
             self._come(TensorKind.INPUT.value, -1, gradient)
             self._go_through(self._parts[:forward] if is_forward else self._parts[forward:])
@@ -284,7 +278,7 @@ class _Player:
             group = self._sharded.units[moment.unit].groups[moment.group]
             if not group.borrows:
                 self._uncopied[moment.unit] += group.arriving[moment.index]
-        actions = self._buffers.live_through(self._schedule, moment)
+        actions = self._buffers.live_through(moment)
         for action in actions:
             self._carry_out(action)
         self._see_buffers()
@@ -368,6 +362,107 @@ class _Player:
 
     def _seconds(self, kind: str, nbytes: int, group: RankGroup) -> float:
         return self._costs.collective(kind, nbytes, group) if nbytes else 0.0
+
+
+# The clock
+
+SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.MATRICES)
+"""The lanes whose work takes processors of the device. Copies to the host have engines of their own."""
+
+
+class Clock:
+    """Times of one rank's lanes, in seconds. Lanes of work run concurrently, as in `sherd/comm/streams.py`.
+
+    The host queues work, one thing after the other. On a device with streams, compute and each kind of collective have
+    a lane of their own, and queued work runs as soon as its inputs are there. Without streams the host itself computes,
+    and a collective takes its time while compute waits for it.
+
+    Attributes:
+        spans: the work, in the order of queueing.
+        exposed: seconds for which compute waited, by lane.
+    """
+
+    def __init__(self, costs: ClusterCosts) -> None:
+        self._costs = costs
+        self._free = dict.fromkeys(Lane, 0.0)
+        self._follows = dict.fromkeys(Lane, 0.0)
+        self._host = 0.0
+        self._met = 0.0
+        """The time when the ranks last waited for one another, without streams."""
+        self._busy: list[tuple[float, float]] = []
+        """The start and end of each collective that takes a part of the device from compute."""
+        self.spans: list[LaneSpan] = []
+        self.exposed = dict.fromkeys(Lane, 0.0)
+
+    @property
+    def now(self) -> float:
+        """The time when compute is done with all queued work."""
+        return self._free[Lane.COMPUTE]
+
+    def compute(self, name: str, unit: int, seconds: float, num_queued: int = 1) -> None:
+        """Queue operations on compute that take `seconds` together.
+
+        The device begins once the first operation is queued, and ends after the last one is. Work of the same name and
+        unit without a gap is one span.
+        """
+        start = max(self.now, self._host + min(1, num_queued) * self._costs.host)
+        self._host += num_queued * self._costs.host
+        end = self._free[Lane.COMPUTE] = max(self._end_beside_collectives(start, seconds), self._host)
+        last = self.spans[-1] if self.spans else None
+        if last and (last.lane, last.name, last.unit, last.end) == (Lane.COMPUTE, name, unit, start):
+            self.spans[-1] = LaneSpan(Lane.COMPUTE, name, unit, last.start, end)
+        elif end > start:
+            self.spans.append(LaneSpan(Lane.COMPUTE, name, unit, start, end))
+
+    def _end_beside_collectives(self, now: float, seconds: float) -> float:
+        """Returns the end of compute that begins `now` and takes `seconds` without collectives beside it."""
+        self._busy = sorted(each for each in self._busy if each[1] > now)
+        for begin, end in self._busy:
+            alone = max(0.0, begin - now)
+            if seconds <= alone:
+                break
+            now, seconds = now + alone, seconds - alone
+            done = max(0.0, end - now) * self._costs.beside
+            if seconds <= done:
+                return now + seconds / self._costs.beside
+            now, seconds = max(now, end), seconds - done
+        return now + seconds
+
+    def start(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int, after: float = 0.0) -> float:
+        """Queue work on `lane` that begins at the time `after` or later. Returns the time when it is done."""
+        self._host += self._costs.host
+        if not seconds:
+            return max(after, self._host)
+        start = max(self._free[lane], self._follows[lane], self._host, after)
+        end = self._free[lane] = start + seconds
+        if lane in SHARING and self._costs.beside < 1.0:
+            self._busy.append((start, end))
+        self.spans.append(LaneSpan(lane, name, unit, start, end, nbytes))
+        return end
+
+    def follow_compute(self, lane: Lane) -> None:
+        """Have later work of `lane` wait for the work that is queued on compute."""
+        self._follows[lane] = self.now
+
+    def wait(self, lane: Lane, unit: int, until: float) -> None:
+        """Have compute wait for `lane` until the time `until`."""
+        start = max(self.now, self._host)
+        if until > start:
+            self.exposed[lane] += until - start
+            self.spans.append(LaneSpan(Lane.COMPUTE, "wait", unit, start, until))
+            self._free[Lane.COMPUTE] = until
+
+    def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
+        """Do work of `lane` with the other ranks while compute waits, as devices without streams do."""
+        if seconds:
+            start = max(self.now, self._host)
+            seconds += self._costs.waited(start - self._met)
+            self._free[lane] = start
+            self.wait(lane, unit, self.start(lane, name, unit, seconds, nbytes))
+            self._met = self.now
+
+
+# A pipeline
 
 
 def begins(seconds: Sequence[tuple[float, float]], micro_batches: int, send: float) -> list[tuple[float, ...]]:

@@ -49,7 +49,6 @@ class Prediction:
 
     @property
     def ranks_of_node(self) -> int:
-        """The number of ranks that share a node."""
         return min(self.mesh.num_ranks, self.cluster.devices_per_node)
 
     @property

@@ -7,14 +7,14 @@ block back. So each lane has a pool of its own.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.simulate.sharded import SimulatedUnit
-from sherd.tools.simulate.timeline import Change, Lane
+from sherd.tools.simulate.timeline import Change, Lane, most_of
 
 SEGMENT = 2 << 20
 """torch's allocator takes memory from the driver in multiples of this many bytes."""
@@ -40,13 +40,8 @@ def lane_of(kind: str, unit: SimulatedUnit | None) -> Lane:
 
 def reserved_roughly(changes: Iterable[Change], units: tuple[SimulatedUnit, ...]) -> int:
     """Returns the bytes that a step reserves without holes between blocks: the sum of the peaks of all lanes."""
-    now: Counter[Lane] = Counter()
-    most: Counter[Lane] = Counter()
     lane_at = _lanes(units)
-    for change in changes:
-        lane = lane_at(change.kind, change.unit)
-        now[lane] += change.nbytes
-        most[lane] = max(most[lane], now[lane])
+    most = most_of(changes, lambda change: lane_at(change.kind, change.unit))
     return sum(-(-nbytes // SEGMENT) * SEGMENT for nbytes in most.values())
 
 
@@ -105,7 +100,6 @@ class MemoryBlock(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address behind the block."""
         return self.address + self.size
 
 
@@ -168,7 +162,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        """Take a block back."""
         assert block.address in self._used, "only allocated blocks are freed"
         self._used.remove(block.address)
         size, address = block.size, block.address

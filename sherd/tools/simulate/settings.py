@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
+from sherd.tools.simulate.values import Kind, at_least, limited, one_of
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -15,7 +17,6 @@ class Mesh:
     pp          layers: each rank has some of them
     replicate   samples; parameters are replicated
     shard       samples; parameters are sharded
-      ep        a part of `shard`: each rank has some of the experts
     cp          tokens of the same samples; parameters are sharded over these ranks too
     tp          parts of each layer, for the same tokens
     """
@@ -23,13 +24,11 @@ class Mesh:
     shard: int
     replicate: int = 1
     pp: int = 1
-    ep: int = 1
     cp: int = 1
     tp: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks on all axes."""
         return self.pp * self.num_data * self.cp * self.tp
 
     @property
@@ -42,7 +41,7 @@ class Mesh:
 
     def in_words(self, has_replicas: bool = True) -> str:
         """Returns the mesh in words. Without replicas, parameters are sharded over `replicate` too."""
-        if self.num_ranks == self.num_data and self.ep == 1:  # no other axes: names of axes say no more
+        if self.num_ranks == self.num_data:  # no other axes: names of axes say no more
             shards = f"{self.shard} rank{'' if self.shard == 1 else 's'}"
             if self.replicate == 1:
                 return shards
@@ -52,41 +51,99 @@ class Mesh:
         return ", ".join(f"{name}={size}" for name, field in AXES.items() if (size := getattr(self, field)) > 1)
 
 
-AXES = {"pp": "pp", "replicate": "replicate", "dp": "shard", "ep": "ep", "cp": "cp", "tp": "tp"}
+AXES = {"pp": "pp", "replicate": "replicate", "dp": "shard", "cp": "cp", "tp": "tp"}
 """The axes of a mesh: users' names, and the names in `Mesh`."""
+
+
+UNITS = {
+    "auto": "units as usual",
+    "pairs": "pairs of blocks as units",
+    "parts": "parts of blocks as units",
+    "ends": "embedding and head as units",
+}
+SHARES = tuple(eighth / 8 for eighth in range(9))
+"""The shares of blocks that may be computed again."""
+STRATEGIES = {
+    "auto": "auto",
+    "zero3": "auto",
+    "fsdp": "auto",
+    "full_shard": "auto",
+    "hsdp": "auto",
+    "hybrid_shard": "auto",
+    "zero2": "zero2",
+    "shard_grad_op": "zero2",
+    "zero1": "zero1",
+    "ddp": "ddp",
+    "no_shard": "ddp",
+}
+"""Sherd's own names of strategies by all their names: DeepSpeed's stages and the strategies of torch's FSDP1."""
+HYBRID = ("hsdp", "hybrid_shard")
+"""The names of strategies on a mesh with replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One way to train a model with batches of a given size.
+    """One way to train a model with batches of a given size. Each field has its values, its text and its words.
 
-    Attributes:
-        strategy: the name of what is sharded over the data-parallel axes; "auto": zero3, over two axes hsdp.
-        placement: "shard", "flat" or "whole": how parameters are cut; "whole": each has one owner.
-        replicate_below: bytes; each rank keeps the whole of smaller parameters.
-        wrapping: the units, as in `sherd.tools.plan.axes.auto_units`: "auto", "pairs", "parts" or "ends".
-        reshard: unsharded parameters are freed after forward, except those of the root.
-        checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
-            again. These blocks are spread evenly.
-        recompute: the part that these blocks compute again: "full" for all, or "selective" for all but attention and
-            every second matrix product, whose results they keep. "own": the model's own activation checkpointing.
-        offload: shards, gradients and optimizer state are in host memory.
-        prefetch: the number of units that are gathered ahead.
-        micro_batch: samples in one forward of one rank.
-        micro_batches: forwards in a step.
+    `strategy` "auto" is zero3, over two axes hsdp. `recompute` "own" is the model's own activation checkpointing. The
+    blocks that compute again are spread evenly. `micro_batches` are the forwards in a step.
     """
 
     mesh: Mesh
-    strategy: str = "auto"
-    placement: str = "shard"
-    replicate_below: int = 0
-    wrapping: str = "auto"
-    reshard: bool = True
-    checkpointing: float = 0.0
-    recompute: str = "full"
-    offload: bool = False
-    prefetch: int = 1
-    micro_batch: int = 1
+    strategy: str = limited(
+        "auto",
+        f"what is sharded: {', '.join(STRATEGIES)}; auto: all",
+        Kind(str, f"one of {', '.join(STRATEGIES)}", lambda name: usual_name(name) in STRATEGIES),
+        words=lambda name: "all sharded" if name == "auto" else name,
+    )
+    placement: str = limited(
+        "shard",
+        "a parameter is cut between rows, anywhere, or not at all",
+        one_of("shard", "flat", "whole"),
+        words=lambda name: f"{name} placement",
+    )
+    replicate_below: int = limited(
+        0,
+        "bytes; each rank keeps the whole of smaller parameters",
+        at_least(0),
+        words=lambda below: f"whole below {below:,} bytes",
+    )
+    wrapping: str = limited(
+        "auto",
+        "what is a unit: a block, two, also parts of it, or also embedding and head",
+        one_of(*UNITS),
+        words=UNITS.__getitem__,
+    )
+    reshard: bool = limited(
+        True,
+        "free unsharded parameters after forward, but for the root's",
+        words=lambda frees: "freed after forward" if frees else "kept for backward",
+    )
+    checkpointing: float = limited(
+        0.0,
+        "share of the blocks that keep only their input for backward, and compute the rest again",
+        Kind(float, "the share of blocks, 0 to 1", lambda share: 0 <= share <= 1),
+        words=lambda share: {0: "activations kept", 1: "blocks computed again"}.get(
+            share, f"{share:.0%} of blocks computed again"
+        ),
+    )
+    recompute: str = limited(
+        "full",
+        "of these: all, or not attention and every second matrix product",
+        one_of("full", "selective"),
+        words=lambda part: {"selective": "selectively recomputed", "own": "as the model does"}.get(
+            part, "fully recomputed"
+        ),
+    )
+    offload: bool = limited(
+        False,
+        "parameters, gradients and optimizer state rest in host memory (for accelerators)",
+        words=lambda offloads: "shards in host memory" if offloads else "shards on the device",
+    )
+    prefetch: int = limited(1, "units gathered ahead", at_least(0), words=lambda num: f"{num} prefetched")
+    micro_batch: int = limited(
+        1, "samples in one forward of one rank", at_least(1), words=lambda num: _number(num, "sample")
+    )
     micro_batches: int = 1
 
     def __str__(self) -> str:
@@ -100,10 +157,7 @@ class Settings:
     @property
     def conflict(self) -> str:
         """The setting that contradicts the strategy; empty if none does."""
-        # Parameters that each rank keeps cannot be different experts on different ranks, or rest on the host.
-        if self.strategy == "auto":
-            return ""
-        return f"ep={self.mesh.ep}" if self.mesh.ep > 1 else "offload" if self.offload else ""
+        return "offload" if self.offload and self.strategy != "auto" else ""  # what each rank keeps cannot rest there
 
     @property
     def without_effect(self) -> set[str]:
@@ -116,9 +170,12 @@ class Settings:
     def in_words(self) -> dict[str, str]:
         """Returns the settings that have an effect in words, by name."""
         without_effect = self.without_effect
-        names = [name for name in NAMES if name in _WORDS and name not in without_effect]
-        words = {name: _WORDS[name](getattr(self, name)) for name in names}
-        words["mesh"] = self.mesh.in_words(has_replicas=self.strategy == "auto")
+        words = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
+        words |= {
+            name: of.metadata["words"](getattr(self, name))
+            for name, of in _FIELDS.items()
+            if name not in without_effect
+        }
         words["micro_batch"] = f"{_number(self.micro_batches, 'micro-batch', 'es')} of {words['micro_batch']}"
         if self.strategy == "auto" and self.mesh.shard * self.mesh.cp == 1 and self.mesh.num_data > 1:
             words["strategy"] = "not sharded"
@@ -131,41 +188,19 @@ class Settings:
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
-UNITS = {
-    "auto": "units as usual",
-    "pairs": "pairs of blocks as units",
-    "parts": "parts of blocks as units",
-    "ends": "embedding and head as units",
-}
 NAMES = tuple(each.name for each in fields(Settings))
+_FIELDS = {each.name: each for each in fields(Settings) if each.metadata}
+KINDS: dict[str, Kind] = {name: each.metadata["kind"] for name, each in _FIELDS.items()}
+"""The values of settings, by name; not those of the mesh, nor of the micro-batches, which follow from the others."""
 
 
-_WORDS: dict[str, Callable[[Any], str]] = {
-    "mesh": str,
-    "strategy": lambda strategy: "all sharded" if strategy == "auto" else str(strategy),
-    "placement": lambda placement: f"{placement} placement",
-    "replicate_below": lambda below: f"whole below {below:,} bytes",
-    "wrapping": lambda wrapping: UNITS[wrapping],
-    "reshard": lambda frees: "freed after forward" if frees else "kept for backward",
-    "checkpointing": lambda share: {0: "activations kept", 1: "blocks computed again"}.get(
-        share, f"{share:.0%} of blocks computed again"
-    ),
-    "recompute": lambda part: {"selective": "selectively recomputed", "own": "as the model does"}.get(
-        part, "fully recomputed"
-    ),
-    "offload": lambda offloads: "shards in host memory" if offloads else "shards on the device",
-    "prefetch": lambda num: f"{num} prefetched",
-    "micro_batch": lambda num: _number(num, "sample"),
-}
-"""By the name of a setting: its value in words."""
+def setting(name: str) -> Any:
+    """Returns the field `name` of `Settings`, for a record of a training that has this setting too."""
+    return limited(_FIELDS[name].default, **_FIELDS[name].metadata)
 
 
 def _number(num: int, what: str, plural: str = "s") -> str:
     return f"{num:,} {what}{'' if num == 1 else plural}"
-
-
-SHARES = tuple(eighth / 8 for eighth in range(9))
-"""The shares of blocks that may be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +240,10 @@ class Space:
     def _along(self, axis: str, near: Mesh) -> Iterator[Mesh]:
         # The ranks of the axis come from, or go to, the ranks that read different samples.
         most = self.per_node if axis == "tp" else self.num_ranks
+        others = replace(near, **{axis: 1}).num_ranks // near.num_data
         for size in divisors(self.num_ranks, min(most, MOST_RANKS)):
-            if axis != "ep":
-                kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
-                data, rest = divmod(self.num_ranks, kept)
-                mesh = replace(near, shard=data, replicate=1, **{axis: size})
-            else:
-                mesh, rest = replace(near, ep=size), near.shard % size
+            data, rest = divmod(self.num_ranks, others * size)
+            mesh = replace(near, shard=data, replicate=1, **{axis: size})
             if not rest and mesh != near:
                 yield mesh
 
@@ -223,7 +255,7 @@ class Space:
             is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0  # whole nodes, or equal parts of one
             # A user who asks for a strategy asks that something is sharded.
             is_asked = "strategy" not in self.fixed or shard * near.cp > 1 or near.num_data == 1
-            if shard % near.ep == 0 and (shard == near.num_data or is_even) and is_asked:
+            if (shard == near.num_data or is_even) and is_asked:
                 yield replace(near, shard=shard, replicate=replicas)
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
@@ -237,7 +269,6 @@ class Space:
 
     @property
     def choices(self) -> list[str]:
-        """The names of settings that may be chosen."""
         return [name for name in ("mesh", "micro_batch", *VALUES) if name not in self.fixed]
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
@@ -271,31 +302,15 @@ MOST_RANKS = 16
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": SHARES,
-    "recompute": ("full", "selective"),
+    "recompute": KINDS["recompute"].values,
     "strategy": ("auto", "zero2", "zero1", "ddp"),
-    "placement": ("shard", "flat", "whole"),
-    "wrapping": tuple(UNITS),
+    "placement": KINDS["placement"].values,
+    "wrapping": KINDS["wrapping"].values,
     "reshard": (True, False),
     "prefetch": (0, 1, 2),
     "offload": (True, False),
 }
-
-STRATEGIES = {
-    "auto": "auto",
-    "zero3": "auto",
-    "fsdp": "auto",
-    "full_shard": "auto",
-    "hsdp": "auto",
-    "hybrid_shard": "auto",
-    "zero2": "zero2",
-    "shard_grad_op": "zero2",
-    "zero1": "zero1",
-    "ddp": "ddp",
-    "no_shard": "ddp",
-}
-"""The strategies of `VALUES` by all their names: DeepSpeed's stages and the strategies of torch's FSDP1."""
-HYBRID = ("hsdp", "hybrid_shard")
-"""The names of strategies on a mesh with replicas."""
+"""The values that a search tries, of one choice after the other."""
 
 
 def usual_name(strategy: object) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from sherd.schedule.moments import GroupSizes
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Lane(str, Enum):
@@ -50,6 +53,17 @@ class Change:
     kind: str
     unit: int
     nbytes: int
+
+
+def most_of(changes: Iterable[Change], key: Callable[[Change], Key]) -> dict[Key, int]:
+    """Returns the most bytes at once of each part that `key` tells apart, in the order of their first changes."""
+    now: Counter[Key] = Counter()
+    most: dict[Key, int] = {}
+    for change in changes:
+        part = key(change)
+        now[part] += change.nbytes
+        most[part] = max(most.get(part, 0), now[part])
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,6 @@ class Meter:
         self._note_peak("at rest")
 
     def add(self, time: float, kind: str, unit: int, nbytes: int, moment: str) -> None:
-        """Note bytes that come, or go if below 0."""
         if nbytes:
             self.changes.append(Change(time, kind, unit, nbytes))
             self.now += nbytes

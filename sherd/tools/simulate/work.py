@@ -11,10 +11,14 @@ index, tensors by a number that is used once. The events of a step stand in thei
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from math import prod
+
+__all__ = ["Keeper", "checkpointed", "scaled"]
 
 
 class OpKind(str, Enum):
@@ -196,7 +200,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
 
@@ -238,3 +241,205 @@ class Work:
             if isinstance(event, Op) and event.kind in (OpKind.MATMUL, OpKind.ATTENTION):
                 flops[event.dtype] += event.flops
         return flops.most_common(1)[0][0] if flops else "float32"
+
+
+# Transformations of work that was read: activation checkpointing, and another number of samples
+
+
+_KEPT = (TensorKind.ACTIVATION, TensorKind.LOGITS)
+
+Keeper = Callable[[str], bool]
+"""Returns True for an operation whose results are kept. It is asked about one operation after the other, by name."""
+
+
+def checkpointed(work: Work, modules: Collection[int], keeper: Callable[[], Keeper] | None = None) -> Work:
+    """Returns `work` with activation checkpointing of `modules`, like `torch.utils.checkpoint` without reentry.
+
+    The inputs of a checkpointed module stay. The tensors that its forward keeps for backward are freed at the end of
+    forward, except its outputs. Backward runs the forward again when it reaches the module's first operation. Like
+    torch, it stops early: once all tensors for backward are there, before the next operation that makes a tensor.
+    Modules inside of one of `modules` are not checkpointed once more.
+
+    Selective checkpointing keeps the results of some operations, and does not compute these again. `keeper` is called
+    for each forward of a module.
+
+    torch frees the tensors of a checkpointed forward one by one, not at its end. That does not change the peak of a
+    step: backward has all these tensors again, and gradients. torch also makes an output again that the module itself
+    saves, as ReLU does; here the readers of outputs are taken to save them.
+    """
+    numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
+    inserted: dict[int, list[Event]] = {}  # in front of the event at a position
+    renamed: dict[int, int] = {}
+    prolonged: dict[int, int] = {}  # tensors that live longer -> the position at which they are released
+    moved: set[int] = set()  # tensors that the forward releases when it runs again
+    for span in _spans(work.events, frozenset(modules), keeper):
+        again, new = span.again(numbers)
+        inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
+        inserted.setdefault(span.reached, []).extend(again)
+        renamed |= new
+        only_kept = {tensor for tensor in span.kept if span.released[tensor] < span.reached}  # backward reads the rest
+        moved |= only_kept.intersection(event.tensor for event in again if isinstance(event, Release))
+        prolonged |= dict.fromkeys(only_kept - moved, span.is_over)
+        for tensor in span.inputs:
+            if span.released[tensor] < span.is_over:
+                prolonged[tensor] = max(prolonged.get(tensor, 0), span.is_over)
+    for tensor, position in prolonged.items():
+        inserted.setdefault(position, []).append(Release(tensor))
+    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, moved.union(prolonged))))
+
+
+def _rewritten(
+    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], prolonged: Collection[int]
+) -> Iterator[Event]:
+    """Yields `events` with the inserted ones, which release `prolonged` tensors. Releases get the new names."""
+    for position, event in enumerate(events):
+        yield from inserted.get(position, ())
+        if isinstance(event, Release):
+            if event.tensor not in prolonged:
+                yield Release(renamed.get(event.tensor, event.tensor))
+        elif isinstance(event, Allocate) and event.tensor in prolonged and event.kind is TensorKind.TEMPORARY:
+            yield replace(event, kind=TensorKind.ACTIVATION)
+        else:
+            yield event
+
+
+@dataclass
+class _Span:
+    """A forward of a checkpointed module.
+
+    Attributes:
+        events: the events of the forward.
+        end: the position behind its `Leave`.
+        reached: the position of the first event of its backward.
+        saved: the tensors that the forward keeps for backward, and does not return.
+        kept: the tensors that are not made again.
+        skipped: the positions, within `events`, of the operations that made the kept tensors.
+        inputs: the inputs of the module.
+        released: the position at which each tensor of the step is released.
+    """
+
+    events: Sequence[Event]
+    end: int
+    reached: int
+    saved: list[int]
+    kept: frozenset[int]
+    skipped: frozenset[int]
+    inputs: tuple[int, ...]
+    released: dict[int, int]
+
+    @property
+    def freed(self) -> list[int]:
+        """The tensors that are freed after the forward, and made again."""
+        return [tensor for tensor in self.saved if tensor not in self.kept]
+
+    @property
+    def is_over(self) -> int:
+        """The position at which backward releases the last saved tensor."""
+        return max((self.released[tensor] for tensor in self.saved), default=self.reached)
+
+    def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
+        """Returns the events of recomputation, up to the last saved tensor, and the new numbers of freed tensors."""
+        again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
+        missing, freed = set(self.saved), self.freed
+        for at, event in enumerate(self.events):
+            if isinstance(event, Allocate) and not missing:
+                break
+            match event:
+                case Allocate(tensor) if tensor in self.kept:
+                    missing.discard(tensor)
+                case Allocate(tensor):
+                    new[tensor] = next(numbers)
+                    alive.add(tensor)
+                    missing.discard(tensor)
+                    again.append(replace(event, tensor=new[tensor]))
+                case Release(tensor):
+                    if tensor in alive:
+                        alive.remove(tensor)
+                        again.append(Release(new[tensor]))
+                    elif tensor in self.kept:
+                        again.append(event)
+                case Enter(module, _, inputs):
+                    calls.append(module)
+                    again.append(Enter(module, True, tuple(new.get(each, each) for each in inputs)))
+                case Leave(module, _, outputs):
+                    calls.pop()
+                    again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
+                case _ if at not in self.skipped:
+                    again.append(event)
+        again += [Release(new[tensor]) for tensor in alive.difference(freed)]
+        again += [Leave(module, again=True) for module in reversed(calls)]
+        return again, {tensor: new[tensor] for tensor in freed}
+
+
+def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[], Keeper] | None) -> Iterator[_Span]:
+    """Yields the forwards of `modules` that are not inside of another one of `modules`."""
+    released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
+    end_forward = next(at for at, event in enumerate(events) if isinstance(event, BackwardBegins))
+    backwards = _backwards(events, end_forward, modules)
+    start, inside = 0, None
+    for at, event in enumerate(events[:end_forward]):
+        if inside is None and isinstance(event, Enter) and event.module in modules:
+            start, inside = at, event.module
+        elif isinstance(event, Leave) and event.module == inside:
+            inside = None
+            if not backwards.get(event.module):
+                continue  # backward does not reach this call
+            reached = backwards[event.module].pop()  # the last call comes first in backward
+            enter, forward = events[start], events[start : at + 1]
+            assert isinstance(enter, Enter)
+            skipped = _kept(forward, keeper()) if keeper else {}
+            kept = frozenset(tensor for tensors in skipped.values() for tensor in tensors)
+            saved = [
+                each.tensor
+                for each in forward
+                if isinstance(each, Allocate)
+                and each.kind in _KEPT
+                and at < released[each.tensor]
+                and each.tensor not in event.outputs
+            ]
+            yield _Span(forward, at + 1, reached, saved, kept, frozenset(skipped), enter.inputs, released)
+
+
+def _kept(events: Sequence[Event], keeps: Keeper) -> dict[int, list[int]]:
+    """Returns the results that are kept, by the positions of their operations."""
+    kept: dict[int, list[int]] = {}
+    results: list[int] = []  # the allocations of an operation stand just in front of it
+    for at, event in enumerate(events):
+        if isinstance(event, Op) and keeps(event.name):
+            kept[at] = results
+        results = [*results, event.tensor] if isinstance(event, Allocate) else []
+    return kept
+
+
+def _backwards(events: Sequence[Event], end_forward: int, modules: Collection[int]) -> dict[int, list[int]]:
+    """Returns for each of `modules` the positions at which its backwards begin to compute."""
+    positions: dict[int, list[int]] = {}
+    waiting: list[int] = []
+    for at, event in enumerate(events[end_forward:], end_forward):
+        if isinstance(event, Reached) and event.module in modules:
+            waiting.append(event.module)
+        elif isinstance(event, (Allocate, Op, Gradient, Passed)):
+            for module in waiting:
+                positions.setdefault(module, []).append(at)
+            waiting.clear()
+    return positions
+
+
+def scaled(work: Work, factor: float) -> Work:
+    """Returns `work` for `factor` times as many samples, by a rule of three.
+
+    Everything scales, except gradients of parameters and other temporaries of backward of the size of a parameter. So
+    the bytes of operations that read mostly weights are too many: to read the model anew is exact.
+    """
+    sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
+    in_backward, events = False, list[Event]()
+    for event in work.events:
+        in_backward = in_backward or isinstance(event, BackwardBegins)
+        if isinstance(event, Op):
+            event = replace(event, flops=round(event.flops * factor), nbytes=round(event.nbytes * factor))
+        elif isinstance(event, Allocate) and not (
+            in_backward and event.kind is TensorKind.TEMPORARY and event.nbytes in sizes
+        ):
+            event = replace(event, nbytes=round(event.nbytes * factor))
+        events.append(event)
+    return replace(work, events=tuple(events), samples=round(work.samples * factor), tokens=round(work.tokens * factor))
