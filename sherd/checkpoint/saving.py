@@ -21,8 +21,8 @@ from sherd._torch import local_tensor
 from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, StateDict
 from sherd.checkpoint.tensor_bytes import memory_of
 from sherd.checkpoint.tree import Tensors, encoded
+from sherd.comm.agreement import gathered_along
 from sherd.comm.mesh import DataMesh
-from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import CheckpointError, OptimStateError, in_short
 from sherd.tensor.optimizers import nothing_of, owned_layout
@@ -275,13 +275,12 @@ def agree(entries: list[OptimizerEntry], states: dict[int, State], own: dict[str
             record = ShardedParameter.of(entry.parameter)
             by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
     for mesh, sharded in by_mesh.items():
-        by_rank: list[list[_Holding]] = [[]]
+        own_holdings: list[_Holding] = []
         for entry in sharded:
             described = {key: _described(key, value, entry) for key, value in states.get(id(entry), {}).items()}
-            by_rank[0].append((entry.local_shape.numel(), described))
-        for group in () if mesh is None else mesh.piece_groups:
-            gathered = all_gather_objects(by_rank, "the comparison of optimizer states", group)
-            by_rank = [holdings for of_rank in gathered for holdings in of_rank]  # one rank after the other
+            own_holdings.append((entry.local_shape.numel(), described))
+        groups = () if mesh is None else mesh.piece_groups
+        by_rank = gathered_along(groups, own_holdings, "the comparison of optimizer states")
         for entry, *holdings in zip(sharded, *by_rank, strict=True):
             mine = states.setdefault(id(entry), {})
             private = _private(holdings)
