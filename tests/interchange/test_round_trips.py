@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Grid
-from sherd.tools.convert.contents import NamedTensor, whole
+from sherd.layout.boxes import Grid, whole
 from sherd.tools.convert.formats import FORMATS, convert, format_at, open_source
 from tests.interchange.checkpoints import boxes_in, bytes_of, put, tensors
 from tests.support.refusals import refusal
@@ -57,7 +56,7 @@ def test_any_part_of_a_tensor_is_read(tmp_path_factory, each, data, to):
     convert(open_source(folder / "in"), target, to)
     box = data.draw(boxes_in(tensor.shape))
     read = torch.empty(box.sizes, dtype=tensor.dtype)
-    NamedTensor(open_source(target), "model/w").read_into(box, read, 16)
+    open_source(target).tensor("model/w").read_into(box, read, 16)
     expected = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
     assert _memory(read) == _memory(expected)
 

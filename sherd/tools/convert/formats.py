@@ -13,7 +13,7 @@ from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import mode_of
 from sherd.tools.convert import of_dcp, of_hf, of_sherd, of_torch, of_universal
-from sherd.tools.convert.contents import MOST_BYTES, NamedTensor, Progress, Sink, Source, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Progress, Sink, Source, chunks_of
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import Rule
 
@@ -126,7 +126,7 @@ def convert(
         )
 
     def read(name: str) -> Iterator[memoryview]:
-        for chunk in chunks_of(NamedTensor(mapped, name), most_bytes):
+        for chunk in chunks_of(mapped.tensor(name), most_bytes):
             yield chunk
             progress(name, len(chunk))
 

@@ -22,8 +22,8 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.places import Disk, Readable, read_file
-from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
-from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
+from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
+from sherd.tools.convert.of_torch import Range, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of
 
@@ -96,29 +96,18 @@ class _Item:
         return TorchFile(Range(self.files.open(self.file), self.start, self.nbytes)).tree
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A chunk of a tensor, which is an item."""
+def _chunk(item: _Item, spec: Spec) -> Lazy:
+    """Returns a chunk of a tensor, which is an item."""
 
-    item: _Item
-    spec: Spec
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        item, tensor = self.item, self.item.tree()
-        if not isinstance(tensor, Strided) or tensor.spec != self.spec:
-            is_ = tensor.spec if isinstance(tensor, Strided) else type(tensor).__name__
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        tensor = item.tree()
+        if not isinstance(tensor, Lazy) or tensor.spec != spec:
+            is_ = tensor.spec if isinstance(tensor, Lazy) else type(tensor).__name__
             where = f"{item.files.folder}/{item.file}"
-            raise CheckpointError(f"{where} has {is_} as {item.name}, {self.spec} by {METADATA}")
+            raise CheckpointError(f"{where} has {is_} as {item.name}, {spec} by {METADATA}")
         tensor.read_into(part, target, most_bytes)
 
-
-class _Chunked(Pieced):
-    """A tensor in chunks."""
-
-    def same_memory(self) -> object:
-        """Returns a value that is equal for two names of one tensor."""
-        items = [(box, part.item) for box, part in self.pieces if isinstance(part, _Part)]
-        return self.spec, *((box, item.file, item.start) for box, item in items)
+    return Lazy(spec, read_into, (item.file, item.start))
 
 
 def metadata_of(path: Path) -> Inert:
@@ -176,7 +165,7 @@ def _leaves_of(path: Path, files: _Files) -> tuple[dict[tuple[Any, ...], Any], l
     return leaves, notes
 
 
-def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> _Chunked:
+def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> Lazy:
     try:
         shape = tuple(kind.get("size", 1))
         dtype = kind.get("properties", 0)
@@ -193,13 +182,13 @@ def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> 
     numel = sum(box.numel for box in listed)
     if not fits or numel != prod(shape) or overlapping(listed) is not None:
         raise CheckpointError(f"{where}: the chunks of {name} have {numel} elements of {prod(shape)}, or share some")
-    parts: list[tuple[Box, _Part]] = []
+    parts: list[tuple[Box, Lazy]] = []
     for box in listed:
         item = items.get((name, box.offsets)) or (items.get((name, None)) if len(listed) == 1 else None)
         if item is None:
             raise CheckpointError(f"{where} does not say where {name} is from {box.offsets} on")
-        parts.append((box, _Part(item, Spec(spec.dtype, box.sizes))))
-    return _Chunked(spec, tuple(parts))
+        parts.append((box, _chunk(item, Spec(spec.dtype, box.sizes))))
+    return in_pieces(spec, parts, (spec, *((box, part.memory) for box, part in parts)))
 
 
 def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
@@ -231,8 +220,7 @@ def read(path: Path) -> Source:
         leaves, notes = _leaves_of(path, files)
         contents = collected(_nested(leaves), str(path))
         contents.notes += notes
-        counts = {name: len(lazy.pieces) for name, lazy in contents.tensors.items() if isinstance(lazy, _Chunked)}
-        return contents.source(FORMAT, files.close, counts)
+        return contents.source(FORMAT, files.close)
     except BaseException:
         files.close()
         raise

@@ -23,16 +23,9 @@ SETTINGS = "param_to_group_meta"
 """The key of each parameter's settings, which Megatron-FSDP has instead of groups."""
 
 
-def is_lazy(value: object) -> bool:
-    """Returns whether `value` is a `Lazy` tensor."""
-    return hasattr(value, "read_into")
-
-
 def in_memory(lazy: Lazy) -> torch.Tensor:
-    """Returns the whole tensor."""
-    target = torch.empty(lazy.spec.shape, dtype=DTYPES[lazy.spec.dtype])
-    lazy.read_into(whole(lazy.spec.shape), target, max(target.nbytes, 1))
-    return target
+    """Returns the full tensor."""
+    return lazy.part(whole(lazy.spec.shape), max(lazy.spec.nbytes, 1))
 
 
 class Collected:
@@ -45,10 +38,10 @@ class Collected:
         self.notes: list[str] = []
         self.step: int | None = None
 
-    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> Source:
+    def source(self, format: str, close: Callable[[], None]) -> Source:
         """Returns the source with these contents."""
         rest = Contents({}, self.aliases, self.values, self.step)
-        return Source(format, self.tensors, rest, close, self.notes, pieces)
+        return Source(format, self.tensors, rest, close, self.notes)
 
     def encode(self, value: object, path: str) -> Any:
         """Returns `value` as JSON, and adds its tensors, but those without dims, to the contents."""
@@ -57,7 +50,7 @@ class Collected:
 
         def with_tensors(tree: Any) -> Any:
             """Returns `tree` with empty tensors for lazy ones, which `encoded` does not know."""
-            if is_lazy(tree):
+            if isinstance(tree, Lazy):
                 if not tree.spec.shape:
                     return in_memory(tree)
                 empty = torch.empty(tree.spec.shape, dtype=DTYPES[tree.spec.dtype], device="meta")
@@ -71,7 +64,7 @@ class Collected:
             return tree
 
         def keep(name: str, tensor: torch.Tensor) -> None:
-            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _InMemory(tensor)
+            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _lazy(tensor)
 
         return encoded(with_tensors(value), path, keep)
 
@@ -80,10 +73,10 @@ class Collected:
         self.values[item] = {"kind": "module"}
         seen: dict[object, str] = {}
         for name, value in _flat(state):
-            if not is_lazy(value):
+            if not isinstance(value, Lazy):
                 self.notes.append(f"{item}/{name} is left out: it is no tensor")
                 continue
-            same = value.same_memory() if hasattr(value, "same_memory") and value.spec.nbytes else None
+            same = value.memory if value.spec.nbytes else None
             if same in seen:
                 self.aliases[f"{item}/{name}"] = seen[same]
             else:
@@ -114,18 +107,14 @@ class Collected:
         self.values[item] = {"kind": kind, kind: self.encode(value, item)}
 
 
-@dataclass(frozen=True)
-class _InMemory:
-    """A tensor in memory."""
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return Spec(dtype_name(tensor.dtype, "a tensor"), tuple(tensor.shape))
 
-    tensor: torch.Tensor
 
-    @property
-    def spec(self) -> Spec:
-        return Spec(dtype_name(self.tensor.dtype, "a tensor"), tuple(self.tensor.shape))
-
-    def read_into(self, part: Any, target: torch.Tensor, most_bytes: int) -> None:
-        target.copy_(self.tensor[part.within(whole(self.spec.shape))])
+def _lazy(tensor: torch.Tensor) -> Lazy:
+    """Returns a tensor in memory as a lazy one."""
+    box = whole(tuple(tensor.shape))
+    return Lazy(_spec_of(tensor), lambda part, target, _: target.copy_(tensor[part.within(box)]))
 
 
 def _flat(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -148,7 +137,7 @@ def collected(tree: Any, where: str) -> Collected:
         raise CheckpointError(f"{where} holds a {type(tree).__name__} where a dict is expected")
     model, optimizer = _key_of(tree, MODELS), _key_of(tree, OPTIMIZERS)
     within = [value for value in tree.values() if isinstance(value, Mapping)]
-    bare = {name: value for name, value in tree.items() if is_lazy(value) and name not in STEPS}
+    bare = {name: value for name, value in tree.items() if isinstance(value, Lazy) and name not in STEPS}
     if model is None and not bare and len(within) == 1 and _key_of(within[0], MODELS) is not None:
         return collected(within[0], where)  # such as {"app": {"model": ..., "optimizer": ...}}
     contents = Collected()
@@ -166,8 +155,8 @@ def collected(tree: Any, where: str) -> Collected:
     for name, value in tree.items():
         if name in (model, optimizer) or (model is None and name in bare):
             continue
-        if name in STEPS and (is_lazy(value) or type(value) is int):
-            contents.step = int(in_memory(value)) if is_lazy(value) else value
+        if name in STEPS and (isinstance(value, Lazy) or type(value) is int):
+            contents.step = int(in_memory(value)) if isinstance(value, Lazy) else value
         else:
             contents.add_state(str(name), value)
     return contents
@@ -260,7 +249,7 @@ def _named(
 
 def _require_shapes(state: Mapping[Any, Any], spec: Spec, name: str, where: str) -> None:
     for key, value in state.items():
-        if is_lazy(value) and str(key).startswith("exp_avg") and value.spec.shape != spec.shape:
+        if isinstance(value, Lazy) and str(key).startswith("exp_avg") and value.spec.shape != spec.shape:
             raise CheckpointError(
                 f"{where}: by its number {key} of shape {value.spec.shape} is of {name}, which has {spec.shape}; the "
                 "optimizer has its parameters in another order, so save its state by name"
@@ -330,7 +319,7 @@ def references(value: Any) -> set[str]:
 def _decoded(value: Any, pending: Mapping[str, PendingTensor]) -> Any:
     def with_pending(tree: Any) -> Any:
         if isinstance(tree, torch.Tensor):
-            return PendingTensor(_InMemory(tree).spec, value=tree)
+            return PendingTensor(_spec_of(tree), value=tree)
         if isinstance(tree, Mapping):
             return {key: with_pending(value) for key, value in tree.items()}
         return type(tree)(map(with_pending, tree)) if isinstance(tree, list | tuple) else tree
