@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.catalog import ModelTensors
+from sherd.checkpoint.encoding import chunks_of, dtype_name, in_buckets
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name, in_buckets
 from sherd.engine import Gatherer, Line, Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
 from sherd.storage.files import Content, write_file
@@ -66,9 +66,8 @@ class FullTensors:
         self.by_name = own.by_name
         self.records = own.records
         self.aliases = own.aliases
-        self.buffers = list(own.buffers)
-        self.saved_buffers = own.saved_buffers
         self.parameters = [name for name in self.by_name if name not in own.buffers]
+        self.saved_buffers = [name for name in own.buffers if name in own.saved_buffers]
         self.described = {
             name: Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)
             for name, tensor in self.by_name.items()

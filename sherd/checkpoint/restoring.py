@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sherd.checkpoint.encoding import decoded, read_tensor
 from sherd.checkpoint.items import Item, ValueItem, restore_random_state
 from sherd.checkpoint.ranks import OtherRankFailed, Ranks
-from sherd.checkpoint.tensor_bytes import read_tensor
-from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM, STATES
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError, in_short
 from sherd.storage.files import Opened, read_manifest

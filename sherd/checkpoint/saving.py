@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
 from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, StateDict
-from sherd.checkpoint.tensor_bytes import memory_of
-from sherd.checkpoint.tree import Tensors, encoded
+from sherd.checkpoint.encoding import Tensors, encoded, memory_of
 from sherd.comm.agreement import gathered_along
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, watcher

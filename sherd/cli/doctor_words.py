@@ -26,7 +26,6 @@ class Commands(Protocol):
 
 
 def add_doctor(commands: Commands) -> None:
-    """Add the command."""
     p = commands.add_parser("doctor", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
     p.set_defaults(doctor=True)
     p.add_argument(

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of
 from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.encoding import in_buckets
 from sherd.checkpoint.full_tensors import Full, FullTensors
 from sherd.checkpoint.pieces import pieces_here
-from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.comm.groups import group_of
 from sherd.comm.transport import Sizes
 from sherd.comm.transports import transport_of

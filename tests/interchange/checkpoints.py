@@ -9,7 +9,7 @@ from collections import OrderedDict
 import torch
 from hypothesis import strategies as st
 
-from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
+from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks

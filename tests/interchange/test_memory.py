@@ -23,7 +23,7 @@ from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
 from sherd.tools.convert.of_torch import save
 from sherd.tools.convert.state_trees import PendingTensor
-from sherd.storage.safetensors import header_of
+from sherd.storage.manifest import header_of
 
 folder, mib, part = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 rows = mib << 20 >> 14

@@ -17,9 +17,8 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import Folder
-from sherd.storage.manifest import Entry, File, Manifest, name_in_file, parsed, signed
+from sherd.storage.manifest import BITS, Entry, File, Manifest, name_in_file, parsed, signed
 from sherd.storage.places import Disk
-from sherd.storage.safetensors import BITS
 from tests.storage.writing import read_all, save, save_into, tensors_of
 from tests.support.refusals import refusal
 from tests.support.suites import examples
@@ -335,7 +334,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 
 UNDER_O = """
-from sherd.storage.safetensors import parsed
+from sherd.storage.manifest import parsed
 from sherd.errors import CheckpointError
 for entry in ('[]', '{}', '{"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}'):
     header = ('{"w": ' + entry + '}').encode()

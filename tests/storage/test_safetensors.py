@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import numpy as real
 
 from sherd.errors import CheckpointError
-from sherd.storage.safetensors import BITS, header_length, header_of, nbytes_of, parsed
+from sherd.storage.manifest import BITS, header_length, header_of, nbytes_of, parsed_header
 from tests.support.refusals import refusal
 
 NUMPY = {
@@ -25,7 +25,7 @@ metadata = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st
 
 def read(raw):
     header = raw[8 : 8 + header_length(raw[:8], len(raw), "x")]
-    return parsed(header, len(raw), "x")
+    return parsed_header(header, len(raw), "x")
 
 
 @given(listed, metadata)
@@ -59,7 +59,7 @@ def test_every_dtype_has_its_bytes_and_the_name_that_the_format_keeps_is_refused
     header, places = header_of({dtype: (dtype, (3,)) for dtype in BITS})
     for dtype, at in places.items():
         assert at.stop - at.start == 3 * BITS[dtype] // 8
-    assert parsed(header[8:], max(at.stop for at in places.values()), "x")[0] == places
+    assert parsed_header(header[8:], max(at.stop for at in places.values()), "x")[0] == places
     with pytest.raises(CheckpointError, match="__metadata__"):
         header_of({"__metadata__": ("F32", ())})
 
@@ -91,7 +91,7 @@ def test_an_entry_that_cannot_be_is_told():
     for entry, why in WRONG_ENTRIES:
         fields = dict(zip(("dtype", "shape", "data_offsets"), entry, strict=False)) if type(entry) is tuple else entry
         header = json.dumps({"w": fields}).encode()
-        assert why in refusal(CheckpointError, parsed, header, 8 + len(header) + 64, "x"), entry
+        assert why in refusal(CheckpointError, parsed_header, header, 8 + len(header) + 64, "x"), entry
 
 
 WRONG_HEADERS = [
@@ -111,7 +111,7 @@ WRONG_HEADERS = [
 
 def test_a_header_that_cannot_be_or_is_longer_than_the_file_is_told():
     for header, why in WRONG_HEADERS:
-        assert why in refusal(CheckpointError, parsed, header, 8 + len(header) + 64, "x"), header[:99]
+        assert why in refusal(CheckpointError, parsed_header, header, 8 + len(header) + 64, "x"), header[:99]
     for length in (9, 100, 1 << 40, (1 << 64) - 1):
         said = refusal(CheckpointError, header_length, length.to_bytes(8, "little"), 16, "x")
         assert "no safetensors file" in said, length

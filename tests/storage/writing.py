@@ -6,8 +6,7 @@ from itertools import count
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage.files import Checksums, Opened
 from sherd.storage.folder import Folder, file_name
-from sherd.storage.manifest import Entry, File, Manifest, name_in_file
-from sherd.storage.safetensors import BITS, header_of, nbytes_of
+from sherd.storage.manifest import BITS, Entry, File, Manifest, header_of, name_in_file, nbytes_of
 from tests.layout.strategies import elements
 
 SMALL = {"w": Entry("F32", (7, 3), Grid(0, (GridCut(0, 2, 1),))), "b": Entry("BF16", (5,), Grid(1))}

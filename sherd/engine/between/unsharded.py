@@ -159,7 +159,7 @@ class UnshardedCopies:
         changed = []
         for record in (record for record, _, _ in taken if id(record) in present):
             unsharded = present[id(record)]
-            record.local.copy_(_part_of(record, unsharded))
+            record.local.copy_(record.part_of(local_part(unsharded).detach()))
             # A change on any rank makes all give up a backward that is to come. So the digest is of the unsharded
             # tensor; it takes less memory than a copy.
             before = self._digests.get(id(record))
@@ -302,10 +302,6 @@ def _placements_of(tensor: torch.Tensor | None) -> tuple[Placement, ...] | None:
 def _kind_of(tensor: torch.Tensor | None) -> str:
     placements = _placements_of(tensor)
     return "a plain tensor" if placements is None else f"a DTensor with {placements}"
-
-
-def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
-    return record.part_of(local_part(unsharded).detach())
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
+from sherd.checkpoint.encoding import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
+from sherd.storage.manifest import nbytes_of
 from sherd.storage.places import Disk, Readable
-from sherd.storage.safetensors import nbytes_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The names of items in checkpoints of formats that have no names for items."""
@@ -33,7 +33,6 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return nbytes_of(self.dtype, self.shape)
 
 
@@ -57,7 +56,6 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def of_kind(self, kind: str) -> list[str]:
@@ -96,14 +94,9 @@ class Lazy:
 
 
 class Source:
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading, until `close` closes its files.
 
-    Args:
-        format: the name of the format.
-        tensors: the tensors.
-        rest: the other contents of the checkpoint, whose own `tensors` are not used.
-        close: closes all files.
-        notes: what a user should know of this checkpoint, in sentences.
+    `rest` has all contents but `tensors`. `notes` say what a user should know of this checkpoint, in sentences.
     """
 
     def __init__(
@@ -124,7 +117,6 @@ class Source:
         return self._tensors[self.contents.aliases.get(name, name)]
 
     def notes(self) -> list[str]:
-        """Returns what a user should know of this checkpoint, in sentences."""
         return self._notes
 
     def pieces(self) -> Mapping[str, int]:

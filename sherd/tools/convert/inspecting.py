@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES
+from sherd.checkpoint.encoding import DTYPES
 from sherd.checkpoint.writing import PER_RANK, RANDOM
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import spans, whole
@@ -42,7 +42,6 @@ def as_json(source: Source) -> dict[str, Any]:
 
 
 def as_text(source: Source, path: str) -> str:
-    """Returns what `as_json` returns, as lines of text."""
     return "\n".join(line.replace("\n", "\\n") for line in _lines(source, path))
 
 
@@ -195,7 +194,6 @@ def _in_elements(
 
 
 def _in_values(a: Any, b: Any, path: str) -> Iterator[TensorDifference]:
-    """Yields where two trees of JSON differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys([*a, *b]):
             below = f"{path}/{key}" if path else str(key)

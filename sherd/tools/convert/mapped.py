@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 class Mapped(Source):
-    """A source after rules.
-
-    Args:
-        source: the checkpoint.
-        rules: are followed in this order, by each model, and by each key of the optimizers' state.
+    """A source after `rules`, in this order, on each model and on each key of the optimizers' state.
 
     Raises:
         CheckpointError: a rule does not fit its tensors.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sherd._torch import storage_info
-from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
+from sherd.checkpoint.encoding import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.places import Disk, Readable, read_file
@@ -34,26 +34,21 @@ FILE_BYTES = 4 << 30
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _Index, _Info = inert("MetadataIndex"), inert("_StorageInfo")
-_Tensor, _Bytes, _Chunk = inert("TensorStorageMetadata"), inert("BytesStorageMetadata"), inert("ChunkStorageMetadata")
-_Metadata = inert("Metadata")
+_Tensor, _Metadata = inert("TensorStorageMetadata"), inert("Metadata")
+
+_OTHERS = "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"
 
 NAMES: dict[tuple[str, str], object] = {
     (_CHECKPOINT, "Metadata"): _Metadata,
     (_CHECKPOINT, "MetadataIndex"): _Index,
     (_CHECKPOINT, "TensorStorageMetadata"): _Tensor,
-    (_CHECKPOINT, "BytesStorageMetadata"): _Bytes,
-    (_CHECKPOINT, "ChunkStorageMetadata"): _Chunk,
-    (_CHECKPOINT, "TensorProperties"): inert("TensorProperties"),
-    (_CHECKPOINT, "StorageMeta"): inert("StorageMeta"),
-    (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): inert("_MEM_FORMAT_ENCODING"),
+    **{(_CHECKPOINT, name): inert(name) for name in _OTHERS},
     (_FILESYSTEM, "_StorageInfo"): _Info,
     (_FILESYSTEM, "_StoragePrefix"): inert("_StoragePrefix"),
     ("torch.serialization", "_get_layout"): inert("layout"),
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): Dict,
-    ("pathlib", "PosixPath"): inert("path"),
-    ("pathlib", "WindowsPath"): inert("path"),
-    ("pathlib", "PurePosixPath"): inert("path"),
+    **{("pathlib", name): inert("path") for name in ("PosixPath", "WindowsPath", "PurePosixPath")},
     ("pathlib._local", "PosixPath"): inert("path"),
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 }
@@ -63,8 +58,6 @@ _LONGEST_METADATA = 4 << 30
 
 
 class _Files:
-    """The open files of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[Path, Readable] = {}

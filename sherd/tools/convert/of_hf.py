@@ -12,12 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from sherd.checkpoint.tensor_bytes import DTYPES, in_buckets
+from sherd.checkpoint.encoding import DTYPES, in_buckets
+from sherd.checkpoint.full_tensors import file_names
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.files import Content, write_file
+from sherd.storage.manifest import Stored, header_in, nbytes_of, read_json
 from sherd.storage.places import Disk, Readable, mode_of, read_file
-from sherd.storage.safetensors import Stored, header_length, nbytes_of, parsed, read_json
 from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
 from sherd.tools.convert.of_torch import Storage, strided
 from sherd.tools.convert.state_trees import Collected
@@ -43,13 +44,9 @@ def _stored(file: Readable, at: Stored) -> Lazy:
 def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is another file."""
     try:
-        begin = bytearray(min(8, file.nbytes))
-        file.read_into(0, memoryview(begin))
-        text = bytearray(header_length(bytes(begin), file.nbytes, file.name))
-        file.read_into(8, memoryview(text))
+        return header_in(file)
     except (OSError, EOFError) as error:
         raise CheckpointError(f"{file.name} cannot be read: {error or 'it ends'}") from error
-    return parsed(bytes(text), file.nbytes, file.name)
 
 
 def read(path: Path) -> Source:
@@ -147,9 +144,7 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
     folder = path.parent if one else path
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        whole_name = path.name if one else ONE
-        name = whole_name if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+    for name, names in zip([path.name] if one else file_names(len(files)), files, strict=True):
         metadata = {"format": "pt"} | {alias: of for alias, of in aliases.items() if of in names}
         names = sorted(names, key=lambda tensor: (-nbytes_of(tensors[tensor].dtype, ()), tensor))
         content_of = {

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from sherd.checkpoint.tensor_bytes import in_buckets, read_into
+from sherd.checkpoint.encoding import in_buckets, read_into
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Grid
 from sherd.storage.files import Content, Opened, write_file
@@ -28,10 +28,7 @@ FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
 
 
 class SherdSource(Source):
-    """A checkpoint of sherd.
-
-    Args:
-        path: the folder of a checkpoint, or of several: then the last step's is opened.
+    """A checkpoint of sherd in the folder `path`, or the last step's of several in it.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from sherd._torch import rebuild_tensor, rebuild_tensor_of_bytes
-from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name, memory_of
+from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
@@ -131,7 +131,6 @@ class Range(Readable):
         self.name, self.nbytes, self.file, self.start = file.name, nbytes, file, start
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
         if start + len(into) > self.nbytes:
             raise EOFError
         self.file.read_into(self.start + start, into)
@@ -170,9 +169,7 @@ class _Stream(io.RawIOBase):
 class TorchFile:
     """A file of `torch.save`. Its `tree` holds the values, with `Lazy` tensors in the place of tensors.
 
-    Args:
-        file: the file.
-        stubs: top-level packages whose classes become inert objects.
+    The classes of the top-level packages `stubs` become inert objects.
 
     Raises:
         CheckpointError: it is no such file, or names an unknown class or function.
@@ -225,13 +222,11 @@ class TorchFile:
         return start, info.file_size
 
     def storage(self, dtype: torch.dtype, key: str) -> Storage:
-        """Returns the storage `key`."""
         if key not in self._storages:
             self._storages[key] = Storage(self._file, *self._record(f"data/{key}"), dtype)
         return self._storages[key]
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
         self._file.close()
 
@@ -350,7 +345,6 @@ class _Reference:
     key: str
 
     def persistent_id(self) -> tuple[object, ...]:
-        """Returns the tuple that `torch.load` expects."""
         spec = self.pending.spec
         dtype = DTYPES[spec.dtype]
         if dtype not in _STORAGE_OF:

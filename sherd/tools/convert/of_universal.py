@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
+from sherd.checkpoint.encoding import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
 from sherd.layout.boxes import Box, spans, whole
 from sherd.storage.places import Disk, Readable, mode_of, read_file
@@ -45,8 +45,6 @@ _MISSING = object()
 
 
 class _Files(ExitStack):
-    """The open files of a checkpoint."""
-
     def tree(self, path: Path) -> Mapping[str, Any]:
         """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
         file = opened(path, stubs=("deepspeed",))
@@ -226,7 +224,6 @@ class _Training:
         return next(iter(self.states.values())).keys() - {"fp32"}
 
     def notes(self) -> Iterator[str]:
-        """Yields what a user of DeepSpeed should know."""
         if self.without:
             yield f"{in_short(sorted(self.without), 4)}: without state, so DeepSpeed cannot train them from here"
         if self.keys != _KEYS_OF_ZERO3:

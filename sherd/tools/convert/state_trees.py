@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
-from sherd.checkpoint.tree import decoded, encoded
+from sherd.checkpoint.encoding import DTYPES, decoded, dtype_name, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import whole
 from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, Source, Spec
@@ -24,7 +23,6 @@ SETTINGS = "param_to_group_meta"
 
 
 def in_memory(lazy: Lazy) -> torch.Tensor:
-    """Returns the full tensor."""
     return lazy.part(whole(lazy.spec.shape), max(lazy.spec.nbytes, 1))
 
 
@@ -39,7 +37,6 @@ class Collected:
         self.step: int | None = None
 
     def source(self, format: str, close: Callable[[], None]) -> Source:
-        """Returns the source with these contents."""
         rest = Contents({}, self.aliases, self.values, self.step)
         return Source(format, self.tensors, rest, close, self.notes)
 
@@ -48,25 +45,21 @@ class Collected:
         lazies: dict[int, Lazy] = {}
         keep_alive: list[torch.Tensor] = []
 
-        def with_tensors(tree: Any) -> Any:
-            """Returns `tree` with empty tensors for lazy ones, which `encoded` does not know."""
-            if isinstance(tree, Lazy):
-                if not tree.spec.shape:
-                    return in_memory(tree)
-                empty = torch.empty(tree.spec.shape, dtype=DTYPES[tree.spec.dtype], device="meta")
-                keep_alive.append(empty)
-                lazies[id(empty)] = tree
-                return empty
-            if isinstance(tree, Mapping):
-                return {key: with_tensors(value) for key, value in tree.items()}
-            if isinstance(tree, list | tuple):
-                return type(tree)(map(with_tensors, tree))
-            return tree
+        def as_tensor(leaf: object) -> object:
+            """Returns an empty tensor for a lazy one, which `encoded` does not know."""
+            if not isinstance(leaf, Lazy):
+                return leaf
+            if not leaf.spec.shape:
+                return in_memory(leaf)
+            empty = torch.empty(leaf.spec.shape, dtype=DTYPES[leaf.spec.dtype], device="meta")
+            keep_alive.append(empty)
+            lazies[id(empty)] = leaf
+            return empty
 
         def keep(name: str, tensor: torch.Tensor) -> None:
             self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _lazy(tensor)
 
-        return encoded(with_tensors(value), path, keep)
+        return encoded(_changed(value, as_tensor), path, keep)
 
     def add_model(self, state: Mapping[Any, Any], item: str = MODEL) -> None:
         """Add a model's state dict. Further names of a tensor become aliases of its first name."""
@@ -100,11 +93,19 @@ class Collected:
         self.values[item] = {"kind": "optimizer", GROUPS: encoded_groups, STATE: kept}
 
     def add_state(self, item: str, value: object) -> None:
-        """Add any other item."""
         if item in self.values:
             raise CheckpointError(f"two parts of the checkpoint are called {item}")
         kind = "state" if isinstance(value, Mapping) else "value"
         self.values[item] = {"kind": kind, kind: self.encode(value, item)}
+
+
+def _changed(tree: Any, change: Callable[[object], object]) -> Any:
+    """Returns `tree` with its leaves changed: all but dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        return {key: _changed(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_changed(value, change) for value in tree)
+    return change(tree)
 
 
 def _spec_of(tensor: torch.Tensor) -> Spec:
@@ -271,10 +272,7 @@ class PendingTensor:
 def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
     """Returns the nested state dicts of `contents`, with `PendingTensor` in the place of tensors.
 
-    Args:
-        contents: what a checkpoint holds.
-        numbered: an optimizer's parameters get numbers, as in `Optimizer.state_dict`, and their names are under
-            "param_names".
+    If `numbered`, an optimizer's parameters have numbers, as in `Optimizer.state_dict`, and names in "param_names".
     """
     pending = {name: PendingTensor(spec, name) for name, spec in contents.tensors.items()}
     pending |= {alias: pending[name] for alias, name in contents.aliases.items()}
@@ -317,14 +315,10 @@ def references(value: Any) -> set[str]:
 
 
 def _decoded(value: Any, pending: Mapping[str, PendingTensor]) -> Any:
-    def with_pending(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return PendingTensor(_spec_of(tree), value=tree)
-        if isinstance(tree, Mapping):
-            return {key: with_pending(value) for key, value in tree.items()}
-        return type(tree)(map(with_pending, tree)) if isinstance(tree, list | tuple) else tree
+    def as_pending(leaf: object) -> object:
+        return PendingTensor(_spec_of(leaf), value=leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    return with_pending(decoded(value, pending.__getitem__))
+    return _changed(decoded(value, pending.__getitem__), as_pending)
 
 
 def _optimizer_tree(

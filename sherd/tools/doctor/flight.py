@@ -116,7 +116,6 @@ def _made(kind: type[Made], said: Mapping[str, Any]) -> Made:
 
 
 def judged(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields findings on `records`, which are of one job."""
     first = min(records, key=lambda record: record.time)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     yield Finding("record", "job", f"{first.job}, {when}: {len(records)} of {first.num_ranks} ranks have a record")
