@@ -113,7 +113,7 @@ def test_hf_holds_a_model_alone_says_what_it_leaves_out_and_is_cut_into_files_wh
     for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors.index.json"):
         assert bytes_of(open_source(path)).keys() == {"model/w", "model/b"}
     assert set(words.FORMATS) == set(FORMATS)
-    assert {name for name, each in FORMATS.items() if each.write} == set(words.WRITTEN)
+    assert {name for name, each in FORMATS.items() if each.write} == set(words.FORMATS)
 
 
 def test_the_latest_of_several_checkpoints_is_meant(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from sherd.checkpoint.encoding import in_buckets, read_into
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Grid
-from sherd.storage.files import Content, Opened, write_file
+from sherd.storage.files import Content, Opened, step_of, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
 from sherd.storage.places import mode_of, place_of
@@ -22,7 +22,6 @@ FORMAT = "sherd"
 FILE_BYTES = 4 << 30
 """The most bytes of a file with several tensors."""
 
-_STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
 """The names of files of tensors."""
 
@@ -57,12 +56,12 @@ class SherdSource(Source):
 
 def folder_of(path: Path) -> Path:
     """Returns the folder of a checkpoint: `path`, or the last step's below it. Raises CheckpointError."""
-    if mode_of(path / MANIFEST) or _STEP.fullmatch(path.name):
+    if mode_of(path / MANIFEST) or step_of(path.name) is not None:
         return path
-    steps = [step for step in path.iterdir() if _STEP.fullmatch(step.name) and mode_of(step / MANIFEST)]
+    steps = [step for step in path.iterdir() if step_of(step.name) is not None and mode_of(step / MANIFEST)]
     if not steps:
         raise CheckpointError(f"{path} holds no checkpoint of sherd: neither {MANIFEST} nor step-00000000/{MANIFEST}")
-    return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
+    return max(steps, key=lambda step: step_of(step.name) or 0)
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
