@@ -73,16 +73,10 @@ def state_by_name(
     parameter's shape; all other state (counts of steps, numbers) as it is. Parameters without state have no entry. The
     form of the dict is that of `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
 
-    Args:
-        catalog: the parameters of the model.
-        optim: the optimizer.
-        given: the optimizer's state, keyed by id or by the model's names. None: `optim.state_dict()`. If it has no
-            "param_groups", neither has the result.
-        form: the form of the state.
-        compare: compare the ranks' states first. All ranks must do so if one of them `needs_comparison`, or if the
-            state is gathered.
-        own: takes this rank's values, by name of the parameter and by key, of state that differs between ranks without
-            being parts of one tensor. None: such state is refused.
+    `given` is the optimizer's state, keyed by id or by the model's names; None: `optim.state_dict()`. If it has no
+    "param_groups", neither has the result. With `compare` ranks compare their states first: all ranks must do so if one
+    of them `needs_comparison`, or if the state is gathered. `own` takes this rank's values, by name of the parameter
+    and by key, of state that differs between ranks without being parts of one tensor. None: such state is refused.
 
     Raises:
         OptimStateError: a parameter of the optimizer is not in the catalog, or ranks have different states.

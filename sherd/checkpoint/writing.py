@@ -236,9 +236,8 @@ def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]
 class Staging:
     """Chunks of tensors that one thread copies to host memory and another thread writes, in the same order.
 
-    Args:
-        most_bytes: the most bytes that are copied and not yet written. The copying thread waits for room. With this
-            limit, chunks are dropped once written, so a failed write cannot be repeated. None: no limit.
+    The copying thread waits for room if `most_bytes` are copied and not yet written. With this limit, chunks are
+    dropped once written, so a failed write cannot be repeated.
     """
 
     def __init__(self, most_bytes: int | None) -> None:

@@ -7,7 +7,7 @@ else                              shards ──copied──▶ own part of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -48,7 +48,7 @@ class Gatherer:
 
     def gathering(self, lines: Sequence[Line], what: str = "") -> Gathering:
         """Returns the gathering of `lines`, to be started, with the words for it in errors."""
-        return Gathering(lines, self.take, what)
+        return Gathering(lines, self, what)
 
     @staticmethod
     def goes_by_itself(mesh: DataMesh) -> bool:
@@ -173,8 +173,8 @@ class Gathering:
     All ranks of the axes that the lines are cut over make, start and wait for gatherings in the same order.
     """
 
-    def __init__(self, lines: Sequence[Line], take: Take, what: str) -> None:
-        self._take, self._what = take, what
+    def __init__(self, lines: Sequence[Line], gatherer: Gatherer, what: str) -> None:
+        self._gatherer, self._what = gatherer, what
         ways: dict[object, list[Line]] = {}
         for line in lines:
             ways.setdefault(_way_of(line), []).append(line)
@@ -198,7 +198,7 @@ class Gathering:
     def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> dict[Line, torch.Tensor]:
         if not lines:
             return {}
-        taken = self._take(numels, [line.dtype for line in lines], lines[0].mesh.device)
+        taken = self._gatherer.take(numels, [line.dtype for line in lines], lines[0].mesh.device)
         return dict(zip(lines, taken, strict=True))
 
     def _give_memory(self, lines: Sequence[Line]) -> None:
@@ -230,10 +230,6 @@ class Gathering:
         for line, rows in self._rows.items():
             copy_out(line.packing, line.destination)(rows)
         self._rows = {}
-
-
-Take = Callable[[Sequence[int], Sequence[torch.dtype], torch.device], list[torch.Tensor]]
-"""Returns tensors of these numbers of elements and dtypes, 1-D and uninitialised."""
 
 
 class _Onto:
