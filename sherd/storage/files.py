@@ -57,7 +57,7 @@ def write_file(
     block_bytes: int = BLOCK_BYTES,
 ) -> File:
     """Write a safetensors file with `contents`, in their order, and return its description. Raises OSError."""
-    header, _ = header_of({key: (content.dtype, content.shape) for key, content in contents.items()}, metadata)
+    header = header_of({key: (content.dtype, content.shape) for key, content in contents.items()}, metadata)
     sums = Checksums(block_bytes)
 
     def chunks() -> Iterator[memoryview]:

@@ -63,10 +63,8 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     return BITS[dtype] // 8 * prod(shape)
 
 
-def header_of(
-    tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Stored]]:
-    """Returns the begin of a file with `tensors`, (dtype, shape) by name, and the place of each tensor in the file.
+def header_of(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Returns the begin of a file with `tensors`, (dtype, shape) by name, one after the other.
 
     Raises:
         CheckpointError: a tensor has the name that the format reserves, or the header would be too long.
@@ -74,20 +72,16 @@ def header_of(
     if METADATA in tensors:
         raise CheckpointError(f"a tensor cannot be called {METADATA} in a safetensors file; rename it")
     fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
-    stored: dict[str, Stored] = {}
     start = 0
     for name, (dtype, shape) in tensors.items():
         stop = start + nbytes_of(dtype, shape)
         fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-        stored[name] = Stored(dtype, shape, start, stop)
         start = stop
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     if len(text) > LONGEST_HEADER:
         raise CheckpointError(f"the header of a file would have {len(text)} bytes; {LONGEST_HEADER} are possible")
-    first = 8 + len(text)
-    in_file = {name: Stored(at.dtype, at.shape, first + at.start, first + at.stop) for name, at in stored.items()}
-    return len(text).to_bytes(8, "little") + text, in_file
+    return len(text).to_bytes(8, "little") + text
 
 
 def header_length(begin: bytes, nbytes: int, file: str) -> int:
@@ -270,10 +264,6 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
     user: Any = None
     block_bytes: int = BLOCK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
 
     def entry(self, name: str) -> Entry | None:
         return self.tensors.get(self.aliases.get(name, name))

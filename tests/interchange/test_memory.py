@@ -28,7 +28,7 @@ from sherd.storage.manifest import header_of
 folder, mib, part = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 rows = mib << 20 >> 14
 tensors = {"big": ("F32", (rows, 2048)), "half.q": ("F32", (rows // 4, 2048)), "half.k": ("F32", (rows // 4, 2048))}
-header, _ = header_of(tensors)
+header = header_of(tensors)
 with open(folder / "model.safetensors", "wb") as file:
     file.write(header)
     file.truncate(len(header) + (rows + rows // 2) * 8192)

@@ -238,10 +238,11 @@ def test_a_mutated_manifest_is_refused_or_means_something_small(data):
         manifest = parsed(resigned(fields), "x")
     except CheckpointError:
         return
+    available = sum(file.nbytes for file in manifest.files)
     for entry in manifest.tensors.values():
         pieces = list(entry.pieces())
         assert len(pieces) <= 10
-        assert sum(box.numel for _, box in pieces) * BITS[entry.dtype] // 8 == entry.nbytes <= manifest.nbytes
+        assert sum(box.numel for _, box in pieces) * BITS[entry.dtype] // 8 == entry.nbytes <= available
         assert all(number < len(manifest.files) for number, _ in pieces)
     assert all(manifest.entry(name) for name in manifest.aliases)
 
@@ -334,12 +335,12 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 
 UNDER_O = """
-from sherd.storage.manifest import parsed
+from sherd.storage.manifest import parsed_header
 from sherd.errors import CheckpointError
 for entry in ('[]', '{}', '{"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}'):
     header = ('{"w": ' + entry + '}').encode()
     try:
-        parsed(header, 100 + len(header), 'x')
+        parsed_header(header, 100 + len(header), 'x')
     except CheckpointError:
         print('refused')
 """

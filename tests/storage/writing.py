@@ -34,7 +34,7 @@ def save(place, entries, tensors, step, *, num_files=1, save_id=None, block_byte
             held[number][name_in_file(name, entry.shape, box)] = (entry.dtype, box.sizes, raw)
     files = []
     for number, pieces in enumerate(held):
-        header, _ = header_of({name: piece[:2] for name, piece in pieces.items()})
+        header = header_of({name: piece[:2] for name, piece in pieces.items()})
         sums = Checksums(block_bytes)
         chunks = [header, *(raw for _, _, raw in pieces.values())]
         place.write(file_name(save_id, number), lambda s=sums, c=chunks: s.passing(map(memoryview, c)))

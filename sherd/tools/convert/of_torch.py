@@ -344,13 +344,6 @@ class _Reference:
     pending: PendingTensor
     key: str
 
-    def persistent_id(self) -> tuple[object, ...]:
-        spec = self.pending.spec
-        dtype = DTYPES[spec.dtype]
-        if dtype not in _STORAGE_OF:
-            return "storage", torch.UntypedStorage, self.key, "cpu", spec.nbytes
-        return "storage", getattr(torch, _STORAGE_OF[dtype]), self.key, "cpu", spec.nbytes // dtype.itemsize
-
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: BinaryIO) -> None:
@@ -358,7 +351,12 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[int, _Reference] = {}
 
     def persistent_id(self, of: Any) -> object:
-        return of.persistent_id() if isinstance(of, _Reference) else None
+        if not isinstance(of, _Reference):
+            return None
+        nbytes, dtype = of.pending.spec.nbytes, DTYPES[of.pending.spec.dtype]
+        if dtype not in _STORAGE_OF:
+            return "storage", torch.UntypedStorage, of.key, "cpu", nbytes
+        return "storage", getattr(torch, _STORAGE_OF[dtype]), of.key, "cpu", nbytes // dtype.itemsize
 
     def reducer_override(self, of: Any) -> Any:
         """Returns the call that makes a tensor of a storage."""
