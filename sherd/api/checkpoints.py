@@ -7,13 +7,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from sherd.checkpoint.encoding import CHUNK_BYTES, chunks_of
 from sherd.checkpoint.items import items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
-from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
 from sherd.checkpoint.writing import GIVEN, RANDOM, Staging, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
@@ -25,50 +26,50 @@ Where = str | os.PathLike[str]
 Items = Mapping[str, object]
 
 
+@dataclass
 class _Save:
-    """One save: `plan` says what each of the `ranks` writes. The constructor checks the arguments."""
+    """One save: `plan` says what each of the `ranks` writes. Its fields are arguments of `call`, and are checked."""
 
-    def __init__(
-        self,
-        call: str,
-        folder: Where,
-        items: Items,
-        step: int,
-        user: object,
-        per_rank: Mapping[str, object] | None,
-        random: bool,
-        keep_last: int | None,
-        keep_every: int | None,
-    ) -> None:
-        require_type(f"{call}(folder=...): expected a path or URL", folder, str | os.PathLike)
-        require_type(f"{call}(items=...): expected a dict of what is saved, by name", items, Mapping)
-        require_int(f"{call}(step={{}})", step, 0)
-        require_bool(f"{call}(random={{}})", random)
-        for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+    call: str
+    folder: Where
+    given: Items
+    step: int
+    user: object
+    per_rank: Mapping[str, object] | None
+    random: bool
+    keep_last: int | None
+    keep_every: int | None
+
+    def __post_init__(self) -> None:
+        call = self.call
+        require_type(f"{call}(folder=...): expected a path or URL", self.folder, str | os.PathLike)
+        require_type(f"{call}(items=...): expected a dict of what is saved, by name", self.given, Mapping)
+        require_int(f"{call}(step={{}})", self.step, 0)
+        require_bool(f"{call}(random={{}})", self.random)
+        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if number is not None:
                 require_int(f"{call}({name}={{}})", number, 1)
         try:
-            json.dumps(user, allow_nan=False)
+            json.dumps(self.user, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise PolicyTypeError(f"{call}(user=...): expected what JSON takes: {error}") from None
-        self._own: dict[str, object] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
-        self._folder, self._items, self._step, self._user = folder, items_of(items), step, user
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self.own = {GIVEN: dict(self.per_rank or {}), **({RANDOM: random_state()} if self.random else {})}
+        self.items = items_of(self.given)
 
     def begin(self, group: dist.ProcessGroup | None) -> None:
         """Wait for an earlier `async_save`, and agree with the other ranks on who writes what."""
-        self.ranks = Ranks(group, f"saves {', '.join(repr(item.name) for item in self._items)} as step {self._step}")
+        self.ranks = Ranks(group, f"saves {', '.join(repr(item.name) for item in self.items)} as step {self.step}")
         _last.wait()
-        for model in (each for item in self._items for each in item.models):
+        for model in (each for item in self.items for each in item.models):
             if group is None:  # else some ranks may not save
-                model.compare_replicas(f"saves step {self._step}")
-        self.plan = plan(self._items, self.ranks, self._step, self._user, self._own)
+                model.compare_replicas(f"saves step {self.step}")
+        self.plan = plan(self.items, self.ranks, self.step, self.user, self.own)
 
     def finish(self, contents: Mapping[str, Content]) -> str:
         """Write this rank's file, and make all files a checkpoint. Returns the path."""
-        folder = Folder(place_of(self._folder))
-        place = folder.folder_of(self._step)
-        purpose = f"the save of step {self._step} to {place}"
+        folder = Folder(place_of(self.folder))
+        place = folder.folder_of(self.step)
+        purpose = f"the save of step {self.step} to {place}"
         with contextlib.ExitStack() as lock:
             self.ranks.each(lambda: lock.enter_context(folder.locked(make=True)), purpose)
             write(self.plan, contents, self.ranks, folder)
@@ -80,8 +81,8 @@ class _Save:
         """Remove old checkpoints, and files of killed saves."""
         # The save itself is done, so that an error here must not fail it; the next save removes the rest.
         with contextlib.suppress(OSError, CheckpointError):
-            if self._keep_last is not None:
-                folder.prune(self._keep_last, self._keep_every, upto=self._step)
+            if self.keep_last is not None:
+                folder.prune(self.keep_last, self.keep_every, upto=self.step)
             folder.sweep()
 
 

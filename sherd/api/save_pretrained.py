@@ -26,9 +26,9 @@ from torch import nn
 
 from sherd.api.module import FSDPModule, require_module
 from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.encoding import in_buckets
 from sherd.checkpoint.full_tensors import Full, FullTensors, TensorSource, file_names, write_files
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
 from sherd.storage.places import Disk, flush
@@ -174,7 +174,7 @@ def _kept_names(inner: Any, tensors: FullTensors) -> dict[str, str]:
     for alias, first in tensors.aliases.items():
         others.setdefault(first, []).append(alias)
     kept = {}
-    for own in [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]:
+    for own in [*tensors.parameters, *tensors.saved_buffers]:
         names = [without_wrappers(each) for each in (own, *others.get(own, ()))]
         if not ignored.issuperset(names):
             kept[own] = next((name for name in names if name not in filled), names[0])
@@ -266,7 +266,7 @@ def _names(adapted: Any, tensors: FullTensors, adapter: str) -> dict[str, list[s
     """Returns the names in the adapter's file, by the model's own name of each tensor; or the text of an error."""
     from peft import get_peft_model_state_dict
 
-    saved = [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]
+    saved = [*tensors.parameters, *tensors.saved_buffers]
     names = {name: name for name in saved} | {alias: own for alias, own in tensors.aliases.items() if own in saved}
     own_of = {without_wrappers(name): own for name, own in names.items()}
     first: dict[int, str] = {}

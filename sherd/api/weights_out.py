@@ -143,7 +143,7 @@ def iter_full_parameters(
         )
     device = None if to is None else torch.device(to)
     tensors = FullTensors(model, dtype, "iter_full_parameters()")
-    wanted = [*tensors.parameters, *(name for name in tensors.buffers if buffers and name in tensors.saved_buffers)]
+    wanted = [*tensors.parameters, *(tensors.saved_buffers if buffers else ())]
     rank = dist.get_rank() if dist.is_initialized() else 0
     shown = not rank0_only or rank == 0
     words = (

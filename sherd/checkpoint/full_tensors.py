@@ -27,10 +27,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.catalog import ModelTensors
-from sherd.checkpoint.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
+from sherd.checkpoint.encoding import chunks_of, dtype_name, in_buckets
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name, in_buckets
-from sherd.engine import Runtime, ShardedParameter, Unit
+from sherd.engine import Gatherer, Line, Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
 from sherd.storage.files import Content, write_file
 from sherd.storage.places import Place
@@ -67,9 +66,8 @@ class FullTensors:
         self.by_name = own.by_name
         self.records = own.records
         self.aliases = own.aliases
-        self.buffers = list(own.buffers)
-        self.saved_buffers = own.saved_buffers
         self.parameters = [name for name in self.by_name if name not in own.buffers]
+        self.saved_buffers = [name for name in own.buffers if name in own.saved_buffers]
         self.described = {
             name: Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)
             for name, tensor in self.by_name.items()
@@ -79,7 +77,7 @@ class FullTensors:
         over = (Runtime.over(unit) for unit in self.units)
         self._runtimes = list({id(runtime): runtime for runtime in over if runtime is not None}.values())
         self._versions = self._versions_now()
-        self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self.units)
+        self._goes_by_itself = any(Gatherer.goes_by_itself(unit.mesh) for unit in self.units)
 
     def _versions_now(self) -> list[int]:
         return [weights.group.version for unit in self.units for weights in unit.weights]
@@ -93,10 +91,10 @@ class FullTensors:
             StateError: a forward or backward is under way, or the shards were written since this object was made.
             CommError: a rank has died, or does not read on.
         """
-        memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
+        gatherer = Gatherer(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
         wanted = {name: (self.by_name[name], self.described[name].dtype) for name in names}
         buckets = (
-            _Bucket({name: wanted[name] for name in members}, self.records, memory)
+            _Bucket({name: wanted[name] for name in members}, self.records, gatherer)
             for members in in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
         )
         here, ahead = None, self._started(next(buckets, None))
@@ -151,37 +149,14 @@ class _Bucket:
         self,
         tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]],
         records: Mapping[str, ShardedParameter],
-        memory: Memory,
+        gatherer: Gatherer,
     ) -> None:
-        self._tensors, self._records, self._memory = tensors, records, memory
+        self._tensors, self._records = tensors, records
         self.is_single, self._last = len(tensors) == 1, list(tensors)[-1]
-        together: dict[object, list[str]] = {}
-        for name, (_, dtype) in tensors.items():
-            record = records.get(name)
-            if record is not None and not gathers_itself(record):
-                together.setdefault(line_of(record, dtype), []).append(name)
-        self._places: dict[str, tuple[Line, int]] = {}
-        ways: dict[object, list[Line]] = {}
-        for members in together.values():
-            line = Line([records[name] for name in members], tensors[members[0]][1])
-            ways.setdefault(way_of(line), []).append(line)
-            self._places |= {name: (line, index) for index, name in enumerate(members)}
-        lines = [line for of_way in ways.values() for line in of_way]
-        self._in_place = [line for line in lines if line.lands_in_place]
-        self._later = [line for line in lines if not line.lands_in_place]
-        self._gatherings = [Gathering(of_way) for of_way in ways.values()]
-        self._whole: dict[str, torch.Tensor] = {}
+        self._places = Line.of({name: (records[name], each[1]) for name, each in tensors.items() if name in records})
+        self._gathering = gatherer.gathering(list(dict.fromkeys(line for line, _ in self._places.values())))
+        self._unsharded: dict[str, torch.Tensor] = {}
         self._is_here = False
-
-    def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> list[tuple[Line, torch.Tensor]]:
-        if not lines:
-            return []
-        dtypes, device = [line.dtype for line in lines], lines[0].mesh.device
-        return list(zip(lines, self._memory.take(numels, dtypes, device), strict=True))
-
-    def _give_memory(self, lines: Sequence[Line]) -> None:
-        for line, unsharded in self._taken(lines, [line.packing.unsharded_numel for line in lines]):
-            line.unsharded = unsharded
 
     @property
     def ends_in_place(self) -> bool:
@@ -194,10 +169,7 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        self._give_memory(self._in_place)
-        rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
-        for gathering in self._gatherings:
-            gathering.start(rows)
+        self._gathering.start()
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -207,12 +179,8 @@ class _Bucket:
         """
         if self._is_here:
             return
-        for gathering in self._gatherings:
-            gathering.wait()
-        self._give_memory(self._later)
-        for gathering in self._gatherings:
-            gathering.copy_out()
-        self._gatherings.clear()
+        self._gathering.wait()
+        self._gathering.copy_out()
         self._is_here = True
         for name, (tensor, dtype) in self._tensors.items():
             record = self._records.get(name)
@@ -220,14 +188,14 @@ class _Bucket:
                 assert record is not None, "only parameters of units have a place"
                 if record.unsharded_spec is not None or record.restored is not None:
                     part = record.on_its_mesh(self._part(name))
-                    self._whole[name] = full_of(part) if isinstance(part, DTensor) else part
+                    self._unsharded[name] = full_of(part) if isinstance(part, DTensor) else part
             elif isinstance(tensor, DTensor):
-                self._whole[name] = full_of(tensor).to(dtype)
+                self._unsharded[name] = full_of(tensor).to(dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, (tensor, dtype) in self._tensors.items():
-            if name in self._whole:
-                yield name, self._whole.pop(name)
+            if name in self._unsharded:
+                yield name, self._unsharded.pop(name)
             elif name not in self._places:
                 yield name, tensor.detach().to(dtype, copy=True)
             elif name == self._last and not self.is_single and not self.ends_in_place:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -20,17 +21,17 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
+from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
 from sherd.checkpoint.loading import Awaited, to_load
 from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.saving import Form, needs_comparison, state_by_name
-from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
-from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.engine import watcher
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
 from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, Stateful, StateKind, state_kind
+from sherd.tensor.structures import map_tensors
 
 OWN = "own"
 OPTIONS = "own_options"
@@ -271,10 +272,10 @@ class OptimizerItem(Item):
                     f"{self._layout_of(name)} here; load it on as many ranks and under the layout of the save, or load "
                     "the model without the optimizer"
                 )
-            state = self._optimizer.state[entry.parameter]
+            state, device = self._optimizer.state[entry.parameter], entry.parameter.device
             for key, value in values.items():
                 if value is not None:
-                    state[key] = _moved(value, entry.parameter.device)
+                    state[key] = map_tensors(methodcaller("to", device), value)
 
     def misfit(self, source: Opened) -> Misfit:
         """Raises OptimStateError if the state is another algorithm's."""
@@ -329,14 +330,6 @@ class OptimizerItem(Item):
 
 def numbers_of(group: dict[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in group.items() if type(value) in (bool, int, float)}
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if type(value) is dict:
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return type(value)(_moved(each, device) for each in value) if type(value) in (list, tuple) else value
 
 
 class StateItem(Item):
@@ -470,5 +463,4 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> Any:
-    """Returns the module of the accelerator, `torch.cuda` for one."""
     return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -50,15 +50,10 @@ def to_load(
     is ignored. As with FSDP1, plain parameters that are in no group of `state_dict` are in no group of the result:
     their owner adds them. They are kept if the state is loaded directly.
 
-    Args:
-        catalog: the parameters of the model.
-        optim: the optimizer. None: one built from `optim_input`, or from all parameters in order.
-        state_dict: a state by names, of a model wrapped in any way on any number of ranks.
-        optim_input: parameters, or dicts with "params".
-        is_named: key the result by `model.named_parameters()` instead of numbers.
-        load_directly: load the state into `optim`, too.
-        as_it_comes: replace the optimizer's state parameter by parameter, so that the old and the new state are never
-            both in memory. After an error, some parameters have new state.
+    Without `optim` the result is for an optimizer built from `optim_input` (parameters, or dicts with "params"), or
+    from all parameters in order. If `is_named`, its keys are names of `model.named_parameters()` instead of numbers.
+    `load_directly` loads the state into `optim`, too; `as_it_comes` replaces its state parameter by parameter, so that
+    the old and the new state are never both in memory. After an error, some parameters then have new state.
 
     Raises:
         OptimStateError: there is no "state"; a tensor is not of its parameter's shape; the model lacks names of the

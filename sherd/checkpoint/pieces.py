@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of, split_factor_of
-from sherd.checkpoint.tensor_bytes import dtype_name
+from sherd.checkpoint.encoding import dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, GridCut, cell, whole
 from sherd.layout.placement import Shape
-from sherd.storage.safetensors import nbytes_of
+from sherd.storage.manifest import nbytes_of
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import boxes_here
 

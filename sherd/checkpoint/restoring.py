@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sherd.checkpoint.encoding import decoded, read_tensor
 from sherd.checkpoint.items import Item, ValueItem, restore_random_state
 from sherd.checkpoint.ranks import OtherRankFailed, Ranks
-from sherd.checkpoint.tensor_bytes import read_tensor
-from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM, STATES
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError, in_short
 from sherd.storage.files import Opened, read_manifest
@@ -76,24 +75,18 @@ class Search:
         names = self.place.names()
         if MANIFEST in names:
             return Chosen(None, read_manifest(self.place).save_id, ())
-        passed_over: list[str] = []
-        is_damaged = bool(damaged)
-        folder = Folder(self.place)
-        steps = [step for step in folder.steps() if self.step in (None, step)]
+        found, newer = Folder(self.place).newest(self.step, damaged)
+        passed_over = tuple(f"step {each.step}: {each.why}" for each in newer)
         others = [name for name in names if name.startswith((".metadata", "model.safetensors", "model-0"))]
-        if others and not steps:
+        if others and found is None and not newer:
             make = f"`sherd convert {self.place} FOLDER` makes a checkpoint of it"
             raise CheckpointError(f"{self.place} has {others[0]}, which is another library's: {make}")
-        for checkpoint in map(folder.found, steps):
-            why = damaged.get(checkpoint.step, checkpoint.why)
-            if checkpoint.manifest is not None and not why:
-                return Chosen(checkpoint.step, checkpoint.manifest.save_id, tuple(passed_over))
-            passed_over.append(f"step {checkpoint.step}: {why}")
-            is_damaged |= checkpoint.is_damaged
+        if found is not None and found.manifest is not None:
+            return Chosen(found.step, found.manifest.save_id, passed_over)
         of_step = "" if self.step is None else f" of step {self.step}"
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
         none = f"{self.place} holds no complete checkpoint{of_step}{why}"
-        if is_damaged:
+        if damaged or any(each.is_damaged for each in newer):
             raise CheckpointError(f"{none}; {BRING_BACK}")
         raise NoCheckpointError(f"{none}; save one first, or start over")
 

@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
 from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, StateDict
-from sherd.checkpoint.tensor_bytes import memory_of
-from sherd.checkpoint.tree import Tensors, encoded
+from sherd.checkpoint.encoding import Tensors, encoded, memory_of
+from sherd.comm.agreement import gathered_along
 from sherd.comm.mesh import DataMesh
-from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import CheckpointError, OptimStateError, in_short
 from sherd.tensor.local_step import nothing_of, owned_layout
@@ -74,16 +73,10 @@ def state_by_name(
     parameter's shape; all other state (counts of steps, numbers) as it is. Parameters without state have no entry. The
     form of the dict is that of `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
 
-    Args:
-        catalog: the parameters of the model.
-        optim: the optimizer.
-        given: the optimizer's state, keyed by id or by the model's names. None: `optim.state_dict()`. If it has no
-            "param_groups", neither has the result.
-        form: the form of the state.
-        compare: compare the ranks' states first. All ranks must do so if one of them `needs_comparison`, or if the
-            state is gathered.
-        own: takes this rank's values, by name of the parameter and by key, of state that differs between ranks without
-            being parts of one tensor. None: such state is refused.
+    `given` is the optimizer's state, keyed by id or by the model's names; None: `optim.state_dict()`. If it has no
+    "param_groups", neither has the result. With `compare` ranks compare their states first: all ranks must do so if one
+    of them `needs_comparison`, or if the state is gathered. `own` takes this rank's values, by name of the parameter
+    and by key, of state that differs between ranks without being parts of one tensor. None: such state is refused.
 
     Raises:
         OptimStateError: a parameter of the optimizer is not in the catalog, or ranks have different states.
@@ -275,13 +268,12 @@ def agree(entries: list[OptimizerEntry], states: dict[int, State], own: dict[str
             record = ShardedParameter.of(entry.parameter)
             by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
     for mesh, sharded in by_mesh.items():
-        by_rank: list[list[_Holding]] = [[]]
+        own_holdings: list[_Holding] = []
         for entry in sharded:
             described = {key: _described(key, value, entry) for key, value in states.get(id(entry), {}).items()}
-            by_rank[0].append((entry.local_shape.numel(), described))
-        for group in () if mesh is None else mesh.piece_groups:
-            gathered = all_gather_objects(by_rank, "the comparison of optimizer states", group)
-            by_rank = [holdings for of_rank in gathered for holdings in of_rank]  # one rank after the other
+            own_holdings.append((entry.local_shape.numel(), described))
+        groups = () if mesh is None else mesh.piece_groups
+        by_rank = gathered_along(groups, own_holdings, "the comparison of optimizer states")
         for entry, *holdings in zip(sharded, *by_rank, strict=True):
             mine = states.setdefault(id(entry), {})
             private = _private(holdings)

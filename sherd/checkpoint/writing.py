@@ -16,11 +16,10 @@ from itertools import count, zip_longest
 import torch
 from torch import nn
 
+from sherd.checkpoint.encoding import CHUNK_BYTES, Json, Tensors, chunks_of, dtype_name, encoded, memory_of
 from sherd.checkpoint.items import Item, numbers_of
 from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, dtype_name, memory_of
-from sherd.checkpoint.tree import Json, Tensors, encoded
 from sherd.errors import CheckpointError, CommError, in_short
 from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
@@ -237,9 +236,8 @@ def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]
 class Staging:
     """Chunks of tensors that one thread copies to host memory and another thread writes, in the same order.
 
-    Args:
-        most_bytes: the most bytes that are copied and not yet written. The copying thread waits for room. With this
-            limit, chunks are dropped once written, so a failed write cannot be repeated. None: no limit.
+    The copying thread waits for room if `most_bytes` are copied and not yet written. With this limit, chunks are
+    dropped once written, so a failed write cannot be repeated.
     """
 
     def __init__(self, most_bytes: int | None) -> None:

@@ -13,7 +13,6 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM
 
 FORMATS = ("sherd", "dcp", "universal", "hf", "torch")
 """The formats, by name. They are tried in this order where none is named."""
-WRITTEN = ("sherd", "dcp", "universal", "hf", "torch")
 PRESETS = ("llama", "qwen", "mixtral", "gpt2", "llama-torchtitan")
 
 CODES = f"exit code: 0, done; {BAD_INPUT}, it cannot be read or written; {NO_ROOM}, the disk is full or gone"
@@ -29,7 +28,7 @@ def add_interchange(commands: Any) -> None:
     p.add_argument("target", metavar="DST", help="a file or folder that is not there yet")
     _format(p, "--from", "SRC")
     p.add_argument(
-        "--to", choices=WRITTEN, metavar="FORMAT", help="the format of DST; by its name's end, or else sherd"
+        "--to", choices=FORMATS, metavar="FORMAT", help="the format of DST; by its name's end, or else sherd"
     )
     p.add_argument("--mapping", metavar="NAME", help=f"rules for names: a JSON file, or one of {', '.join(PRESETS)}")
     p.add_argument("--reverse", action="store_true", help="follow the rules of --mapping backwards")

@@ -83,7 +83,6 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
 
 
 def _told(findings: Sequence[Finding], args: argparse.Namespace) -> int:
-    """Print the findings; returns the exit code."""
     print(as_json(findings) if args.json else as_table(findings))
     sys.stdout.flush()
     return exit_code(findings, args.strict)

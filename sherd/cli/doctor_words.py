@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from sherd.cli.options import reader
 from sherd.cli.terminal import say
@@ -17,17 +17,7 @@ MEASURE = "measure compute, memory and links instead, and write them to FILE (cl
 CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_INPUT}, there is a failure"
 
 
-class Commands(Protocol):
-    """The sub-parsers of `sherd`."""
-
-    def add_parser(
-        self, name: str, *, help: str, description: str, epilog: str, allow_abbrev: bool
-    ) -> argparse.ArgumentParser:
-        """Add a command."""
-
-
-def add_doctor(commands: Commands) -> None:
-    """Add the command."""
+def add_doctor(commands: Any) -> None:
     p = commands.add_parser("doctor", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
     p.set_defaults(doctor=True)
     p.add_argument(

@@ -1,8 +1,9 @@
-"""The agreement of ranks on a change of their models: all ranks change alike, and take the values of rank 0."""
+"""The agreement of ranks: on what they have, on whether all could do something, and on the values of rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,39 @@ import torch.distributed as dist
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.errors import RanksDifferError, in_short
+from sherd.errors import RanksDifferError, SherdError, in_short
+
+T = TypeVar("T")
+
+Failure = tuple[type[SherdError], str]
+"""The class and the text of an error that all ranks raise."""
+
+
+def on_all_ranks(action: Callable[[], T], what: str, failure_of: Callable[[Exception], Failure | None]) -> T:
+    """Returns the result of `action` on this rank. All ranks must call this, and all raise the failure of one.
+
+    An error of which `failure_of` returns None is raised on this rank alone, which asks no other rank then.
+    """
+    value, own, failure = None, None, None
+    try:
+        value = action()
+    except Exception as error:
+        own, failure = error, failure_of(error)
+        if failure is None:
+            raise
+    for of_rank in all_gather_objects(failure, what):
+        if of_rank is not None:
+            error_class, text = of_rank
+            raise error_class(text) from own
+    return value  # type: ignore[return-value]
+
+
+def gathered_along(groups: Iterable[dist.ProcessGroup], mine: object, what: str) -> list[Any]:
+    """Returns `mine` of all ranks of a mesh with these axes: each axis passes on what the axes before it gathered."""
+    everything = [mine]
+    for group in groups:
+        everything = [each for of_rank in all_gather_objects(everything, what, group) for each in of_rank]
+    return everything
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:
@@ -26,11 +59,8 @@ def require_alike(mesh: DataMesh, mine: Sequence[str], what: str) -> None:
         RanksDifferError: some ranks have items in `mine` that others do not have, or another order.
         CommError: a rank has died, or did not come before the group's timeout.
     """
-    by_rank = {dist.get_rank(): list(mine)}
-    for group in groups_of(mesh):  # along the second axis, each rank passes on what it has of the first
-        parts = all_gather_objects(by_rank, f"the comparison of {what}", group)
-        by_rank = {rank: items for part in parts for rank, items in part.items()}
-    by_rank = dict(sorted(by_rank.items()))
+    own = dist.get_rank(), list(mine)
+    by_rank: dict[int, list[str]] = dict(sorted(gathered_along(groups_of(mesh), own, f"the comparison of {what}")))
     if len({tuple(items) for items in by_rank.values()}) == 1:
         return
     every = dict.fromkeys(item for items in by_rank.values() for item in items)

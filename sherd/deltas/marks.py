@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of
 from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.encoding import in_buckets
 from sherd.checkpoint.full_tensors import Full, FullTensors
-from sherd.checkpoint.gathering import gathers_itself
 from sherd.checkpoint.pieces import pieces_here
-from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.comm.groups import group_of
 from sherd.comm.transport import Sizes
 from sherd.comm.transports import transport_of
 from sherd.deltas.delta import WeightDelta, bits_of
+from sherd.engine import Line
 from sherd.errors import StateError, UnsupportedError, in_short
 from sherd.layout.boxes import Box, start_of_run, whole
 from sherd.policy import CommPolicy
@@ -278,7 +278,7 @@ def _takes_more(num_changes: int, numel: int, full: Full) -> bool:
 def _is_made(tensors: FullTensors, name: str) -> bool:
     """Returns whether a user's function makes the unsharded parameter, so that its elements are not the shards'."""
     record = tensors.records.get(name)
-    return record is not None and (record.restored is not None or gathers_itself(record))
+    return record is not None and (record.restored is not None or Line.gathers_itself(record))
 
 
 def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:

@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sherd.engine.between.gather import Gatherer as Gatherer
+    from sherd.engine.between.gather import Line as Line
     from sherd.engine.between.unsharded import UnshardedCopies as UnshardedCopies
     from sherd.engine.make.adoption import Refreshed as Refreshed
     from sherd.engine.make.adoption import adopt_changes as adopt_changes
     from sherd.engine.make.build import make_unit as make_unit
     from sherd.engine.make.copying import deep_copied as deep_copied
     from sherd.engine.make.sharding import ShardingRequest as ShardingRequest
-    from sherd.engine.moves.buffer_views import copy_out as copy_out
     from sherd.engine.run.hooks import BoundForward as BoundForward
     from sherd.engine.run.runtime import Runtime as Runtime
     from sherd.engine.run.sharded_access import met_a_shard as met_a_shard
     from sherd.engine.run.sizes import sizes_of as sizes_of
     from sherd.engine.run.stage import StageUnits as StageUnits
     from sherd.engine.run.unit import Unit as Unit
-    from sherd.engine.state.fetching import fetch_into as fetch_into
     from sherd.engine.state.flat import FlatParameter as FlatParameter
     from sherd.engine.state.group import Group as Group
     from sherd.engine.state.optimizers import watcher as watcher
@@ -33,7 +33,9 @@ _HOMES = {
     "BoundForward": "run.hooks",
     "FlatParameter": "state.flat",
     "DiscoveredParameter": "state.ownership",
+    "Gatherer": "between.gather",
     "Group": "state.group",
+    "Line": "between.gather",
     "Refreshed": "make.adoption",
     "Runtime": "run.runtime",
     "ShardedParameter": "state.parameter",
@@ -42,9 +44,7 @@ _HOMES = {
     "Unit": "run.unit",
     "UnshardedCopies": "between.unsharded",
     "adopt_changes": "make.adoption",
-    "copy_out": "moves.buffer_views",
     "deep_copied": "make.copying",
-    "fetch_into": "state.fetching",
     "make_unit": "make.build",
     "met_a_shard": "run.sharded_access",
     "sizes_of": "run.sizes",

@@ -16,10 +16,21 @@ from dataclasses import dataclass
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.placement import Shape
-from sherd.storage.manifest import BLOCK_BYTES, MANIFEST, MOST_BYTES, Entry, File, Manifest, name_in_file, parsed
+from sherd.storage.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    MOST_BYTES,
+    Entry,
+    File,
+    Manifest,
+    Stored,
+    header_in,
+    header_of,
+    name_in_file,
+    nbytes_of,
+    parsed,
+)
 from sherd.storage.places import Chunks, Place, Readable, read_exactly, says_absent, unreadable
-from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of
-from sherd.storage.safetensors import parsed as parsed_header
 
 _SMALL_BYTES = 64 << 10
 """Shorter chunks are copied together, since each chunk costs a system call and a call of another thread."""
@@ -46,7 +57,7 @@ def write_file(
     block_bytes: int = BLOCK_BYTES,
 ) -> File:
     """Write a safetensors file with `contents`, in their order, and return its description. Raises OSError."""
-    header, _ = header_of({key: (content.dtype, content.shape) for key, content in contents.items()}, metadata)
+    header = header_of({key: (content.dtype, content.shape) for key, content in contents.items()}, metadata)
     sums = Checksums(block_bytes)
 
     def chunks() -> Iterator[memoryview]:
@@ -107,7 +118,7 @@ def in_blocks(chunks: Iterable[memoryview], block_bytes: int) -> Iterator[memory
 # Reading
 
 
-class Checked:
+class Checked(Readable):
     """A file of `nbytes` whose blocks of `block_bytes` are compared with the checksums `crc32` as they are read.
 
     Raises:
@@ -170,12 +181,7 @@ class OpenFile:
     """One safetensors file of a checkpoint: its tensors by their names in it, and its bytes, which are checked."""
 
     def __init__(self, content: Checked) -> None:
-        begin = bytearray(8)
-        if content.nbytes >= len(begin):
-            content.read_into(0, memoryview(begin))
-        header = bytearray(header_length(bytes(begin), content.nbytes, content.name))
-        content.read_into(len(begin), memoryview(header))
-        self.tensors, _ = parsed_header(bytes(header), content.nbytes, content.name)
+        self.tensors, _ = header_in(content)
         self.bytes = content
 
 

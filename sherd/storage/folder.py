@@ -14,9 +14,9 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sherd.errors import CheckpointError, PolicyError, StorageError
 from sherd.storage.files import OtherStep, checked_file, read_manifest, step_of
@@ -100,10 +100,17 @@ class Folder:
         """Returns the complete checkpoints, the newest first."""
         return [checkpoint for checkpoint in map(self.found, self.steps()) if checkpoint.manifest is not None]
 
-    def newest(self) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
-        """Returns the newest complete checkpoint (None: there is none), and the newer, incomplete ones."""
+    def newest(
+        self, step: int | None = None, damaged: Mapping[int, str] | None = None
+    ) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
+        """Returns the newest complete checkpoint (None: there is none), and the newer, incomplete ones; `step` only.
+
+        `damaged` has the steps whose checkpoint a reader has found to be damaged, with the reasons.
+        """
         passed_over: list[FoundCheckpoint] = []
-        for checkpoint in map(self.found, self.steps()):
+        for checkpoint in map(self.found, [each for each in self.steps() if step in (None, each)]):
+            if why := (damaged or {}).get(checkpoint.step):
+                checkpoint = replace(checkpoint, manifest=None, why=why, is_damaged=True)
             if checkpoint.manifest is not None:
                 return checkpoint, passed_over
             passed_over.append(checkpoint)

@@ -93,13 +93,6 @@ class Place(ABC):
         """Hold the lock of this folder, which `make` creates; yield the outcome. Only a shared lock is waited for."""
         yield Lock.NONE
 
-    def read(self, name: str) -> bytes:
-        """Returns the content of a file. Raises OSError."""
-        with contextlib.closing(self.open(name)) as file:
-            content = bytearray(file.nbytes)
-            file.read_into(0, memoryview(content))
-        return bytes(content)
-
 
 def mode_of(path: Path) -> int:
     """Returns the mode of the file or folder at `path`; 0: there is none. Raises OSError if it cannot be told now."""

@@ -68,7 +68,6 @@ class Saver:
         return self._saving is not None and self._saving.is_done
 
     def save(self, step: int, config: Config) -> None:
-        """Save the state after `step` steps."""
         self.settle()
         self.saved = step
         try:

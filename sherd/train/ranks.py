@@ -14,8 +14,9 @@ from typing import TypeVar
 from torch import distributed as dist
 
 from sherd.comm.accelerator import backend
+from sherd.comm.agreement import on_all_ranks
 from sherd.comm.failures import unfinished
-from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
+from sherd.comm.objects import broadcast_object, do_without_numpy
 from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
 
@@ -56,15 +57,9 @@ def together(action: Callable[[], T]) -> T:
     Raises:
         InputError: on every rank alike, when any rank raised it.
     """
-    value, refusal = None, None
-    try:
-        value = action()
-    except InputError as error:
-        refusal = str(error)
-    for told in all_gather_objects(refusal, "the meeting of all ranks"):
-        if told is not None:
-            raise InputError(told)
-    return value  # type: ignore[return-value]
+    return on_all_ranks(
+        action, "the meeting of all ranks", lambda e: (InputError, str(e)) if isinstance(e, InputError) else None
+    )
 
 
 def on_rank_0(action: Callable[[], T]) -> T:

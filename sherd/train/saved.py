@@ -108,7 +108,6 @@ class NoCheckpoint(InputError):
 
 
 def folder_in(out: Path) -> Folder:
-    """Returns the checkpoints of the run in `out`."""
     return Folder(Disk(out / CHECKPOINTS))
 
 

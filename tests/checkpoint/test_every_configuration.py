@@ -16,7 +16,7 @@ import torch.distributed as dist
 import sherd
 from sherd import FullyShardedDataParallel as FSDP
 from sherd import MixedPrecision
-from sherd.checkpoint.tensor_bytes import read_tensor
+from sherd.checkpoint.encoding import read_tensor
 from sherd.storage.files import Opened
 from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy

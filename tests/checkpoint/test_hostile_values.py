@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sherd
-from sherd.checkpoint.tree import decoded, encoded
+from sherd.checkpoint.encoding import decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError
 from sherd.storage.manifest import MANIFEST, signed
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import sherd
 from sherd import CPUOffloadPolicy, FullyShardedDataParallel
-from sherd.checkpoint.tensor_bytes import read_tensor
+from sherd.checkpoint.encoding import read_tensor
 from sherd.policy import Level
 from sherd.storage.files import Opened
 from sherd.storage.places import place_of

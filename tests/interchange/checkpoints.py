@@ -9,14 +9,13 @@ from collections import OrderedDict
 import torch
 from hypothesis import strategies as st
 
-from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
+from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
 from sherd.storage.files import Content, write_file
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
 from sherd.storage.places import Disk
-from sherd.tools.convert.contents import NamedTensor
 from sherd.tools.convert.contents import chunks_of as read_chunks
 from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
@@ -30,7 +29,7 @@ CLASSES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torc
 def bytes_of(source, most_bytes=64):
     """{name: (dtype, shape, bytes)} of all tensors."""
     return {
-        name: (spec.dtype, spec.shape, b"".join(map(bytes, read_chunks(NamedTensor(source, name), most_bytes))))
+        name: (spec.dtype, spec.shape, b"".join(map(bytes, read_chunks(source.tensor(name), most_bytes))))
         for name, spec in source.contents.tensors.items()
     }
 
@@ -115,7 +114,7 @@ def rules_in(folder, *rules, **options):
 
 def model_tensor(source, name):
     """A tensor of the item "model" of `source`."""
-    return in_memory(NamedTensor(source, f"model/{name}"))
+    return in_memory(source.tensor(f"model/{name}"))
 
 
 def require_read_or_refused(path, files, turns):

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sherd.errors import CheckpointError
-from sherd.tools.convert.contents import NamedTensor
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.state_trees import in_memory
@@ -67,7 +66,7 @@ def require_same(source, values, states):
     for name, state in states["state"].items():
         for key, tensor in state.items():
             if tensor.dim():
-                torch.testing.assert_close(in_memory(NamedTensor(source, f"optimizer/{name}/{key}")), tensor)
+                torch.testing.assert_close(in_memory(source.tensor(f"optimizer/{name}/{key}")), tensor)
             else:
                 assert held["state"][name][key] == {"$scalar": ["F32", 1.0]}
     (group,) = held["param_groups"]
@@ -144,9 +143,7 @@ def test_numbers_are_of_the_order_of_the_state_dict_whatever_the_metadata_begins
     source = open_source(tmp_path)
     assert source.contents.values["optimizer"]["param_groups"][0]["params"] == names
     for name, parameter in model.named_parameters():
-        assert torch.equal(
-            in_memory(NamedTensor(source, f"optimizer/{name}/exp_avg")), optimizer.state[parameter]["exp_avg"]
-        )
+        assert torch.equal(in_memory(source.tensor(f"optimizer/{name}/exp_avg")), optimizer.state[parameter]["exp_avg"])
 
 
 def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path):
@@ -169,7 +166,7 @@ def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path)
     assert source.contents.step == 25
     for i, name in enumerate(short):
         assert model_tensor(source, name).tolist() == [i, i]
-        assert in_memory(NamedTensor(source, f"optimizer/{name}/exp_avg")).tolist() == [i + 10, i + 10]
+        assert in_memory(source.tensor(f"optimizer/{name}/exp_avg")).tolist() == [i + 10, i + 10]
     assert source.contents.values["optimizer"]["param_groups"] == [
         {"lr": 0.1, "weight_decay": 0.1, "params": [short[0], short[2]]},
         {"lr": 0.1, "weight_decay": 0.0, "params": [short[1]]},

@@ -5,8 +5,7 @@ import torch
 
 from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, Grid
-from sherd.tools.convert.contents import NamedTensor, whole
+from sherd.layout.boxes import Box, Grid, whole
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import PRESETS, numbers_of, rules_of
@@ -138,8 +137,8 @@ def test_any_part_is_read_with_any_memory(tmp_path):
         box = Box(tuple(size // 3 for size in spec.shape), tuple(size - size // 3 for size in spec.shape))
         for most in (1, 16, 1 << 20):
             read = torch.empty(box.sizes)
-            after.read_into(name, box, read, most)
-            assert torch.equal(read, in_memory(NamedTensor(after, name))[box.within(whole(spec.shape))]), (name, most)
+            after.tensor(name).read_into(box, read, most)
+            assert torch.equal(read, in_memory(after.tensor(name))[box.within(whole(spec.shape))]), (name, most)
 
 
 def test_all_rules_are_undone(tmp_path):
@@ -155,7 +154,7 @@ def test_all_rules_are_undone(tmp_path):
 
 def test_optimizers_states_follow_their_parameters(tmp_path):
     tensors, _, after, _ = mapped(tmp_path, optimizer=True)
-    qkv = in_memory(NamedTensor(after, "optimizer/blocks.0.qkv/exp_avg"))
+    qkv = in_memory(after.tensor("optimizer/blocks.0.qkv/exp_avg"))
     assert torch.equal(qkv, 2 * torch.cat([tensors["h.0.q"], tensors["h.0.k"], tensors["h.0.v"]]))
     optimizer = after.contents.values["optimizer"]
     for name in ("blocks.11.qkv", "one.2"):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import sherd
-from sherd.tools.convert.contents import NamedTensor
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.state_trees import in_memory
@@ -47,7 +46,7 @@ def test_parameters_states_groups_and_steps_are_those_of_a_plain_run_by_name(for
     expected = {f"model/{WRAPPER}{name}": value for name, value in values.items()}
     for name, state in states.items():
         expected |= {f"optimizer/{WRAPPER}{name}/{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
-    found = {name: in_memory(NamedTensor(source, name)) for name in source.contents.tensors}
+    found = {name: in_memory(source.tensor(name)) for name in source.contents.tensors}
     assert_same(found, expected, rtol=1e-5, atol=1e-8)
     optimizer = source.contents.values["optimizer"]
     groups = [

@@ -23,12 +23,12 @@ from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
 from sherd.tools.convert.of_torch import save
 from sherd.tools.convert.state_trees import PendingTensor
-from sherd.storage.safetensors import header_of
+from sherd.storage.manifest import header_of
 
 folder, mib, part = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 rows = mib << 20 >> 14
 tensors = {"big": ("F32", (rows, 2048)), "half.q": ("F32", (rows // 4, 2048)), "half.k": ("F32", (rows // 4, 2048))}
-header, _ = header_of(tensors)
+header = header_of(tensors)
 with open(folder / "model.safetensors", "wb") as file:
     file.write(header)
     file.truncate(len(header) + (rows + rows // 2) * 8192)

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Grid
-from sherd.tools.convert.contents import NamedTensor, whole
+from sherd.layout.boxes import Grid, whole
 from sherd.tools.convert.formats import FORMATS, convert, format_at, open_source
 from tests.interchange.checkpoints import boxes_in, bytes_of, put, tensors
 from tests.support.refusals import refusal
@@ -57,7 +56,7 @@ def test_any_part_of_a_tensor_is_read(tmp_path_factory, each, data, to):
     convert(open_source(folder / "in"), target, to)
     box = data.draw(boxes_in(tensor.shape))
     read = torch.empty(box.sizes, dtype=tensor.dtype)
-    NamedTensor(open_source(target), "model/w").read_into(box, read, 16)
+    open_source(target).tensor("model/w").read_into(box, read, 16)
     expected = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
     assert _memory(read) == _memory(expected)
 
@@ -114,7 +113,7 @@ def test_hf_holds_a_model_alone_says_what_it_leaves_out_and_is_cut_into_files_wh
     for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors.index.json"):
         assert bytes_of(open_source(path)).keys() == {"model/w", "model/b"}
     assert set(words.FORMATS) == set(FORMATS)
-    assert {name for name, each in FORMATS.items() if each.write} == set(words.WRITTEN)
+    assert {name for name, each in FORMATS.items() if each.write} == set(words.FORMATS)
 
 
 def test_the_latest_of_several_checkpoints_is_meant(tmp_path):

@@ -16,7 +16,6 @@ from sherd.cli import main as cli
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Grid
 from sherd.tools.convert import of_universal
-from sherd.tools.convert.contents import NamedTensor
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.state_trees import in_memory, tree_of
 from tests.interchange.checkpoints import (
@@ -79,10 +78,10 @@ def test_parameters_and_states_are_those_that_deepspeed_gathers(name):
             continue  # DeepSpeed's own conversion leaves them out
         for key, expected in (states[parameter] | fp32).items():
             where = f"model/{parameter}" if key == "fp32" else f"optimizer/{parameter}/{key}"
-            found = in_memory(NamedTensor(source, where))
+            found = in_memory(source.tensor(where))
             assert torch.equal(found.float(), expected.view(found.shape)), (parameter, key)
             assert found.shape == {"a.weight": (7, 5), "b.weight": (3, 7)}.get(parameter, found.shape)
-    assert torch.equal(in_memory(NamedTensor(source, "model/seen")), torch.zeros(2))
+    assert torch.equal(in_memory(source.tensor("model/seen")), torch.zeros(2))
 
 
 def test_what_ranks_of_deepspeed_save_is_refused_with_the_script_that_makes_it_universal(tmp_path):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run
 from sherd.layout.extent import Extent
 from sherd.storage.folder import Folder
-from sherd.storage.manifest import Entry, parsed
+from sherd.storage.manifest import BITS, Entry, parsed
 from sherd.storage.places import Disk
-from sherd.storage.safetensors import BITS
 from tests.storage import independent_reader
 from tests.storage.writing import read_all, save, tensors_of
 from tests.support.suites import examples

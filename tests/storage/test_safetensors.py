@@ -1,6 +1,7 @@
 """Headers are those of the `safetensors` package, both ways, and a wrong one is told."""
 
 import json
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import numpy as real
 
 from sherd.errors import CheckpointError
-from sherd.storage.safetensors import BITS, header_length, header_of, nbytes_of, parsed
+from sherd.storage.manifest import BITS, Stored, header_length, header_of, nbytes_of, parsed_header
 from tests.support.refusals import refusal
 
 NUMPY = {
@@ -25,19 +26,26 @@ metadata = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st
 
 def read(raw):
     header = raw[8 : 8 + header_length(raw[:8], len(raw), "x")]
-    return parsed(header, len(raw), "x")
+    return parsed_header(header, len(raw), "x")
+
+
+def places_of(header, tensors):
+    """Where the tensors are in a file that begins with `header`: one after the other."""
+    ends = accumulate((nbytes_of(*tensor) for tensor in tensors.values()), initial=len(header))
+    extents = zip(tensors.items(), pairwise(ends), strict=True)
+    return {name: Stored(dtype, shape, start, stop) for (name, (dtype, shape)), (start, stop) in extents}
 
 
 @given(listed, metadata)
 def test_the_package_reads_what_is_written_here(tensors, metadata):
-    header, places = header_of(tensors, metadata)
+    header = header_of(tensors, metadata)
     data = {name: bytes(nbytes_of(*tensor)) for name, tensor in tensors.items()}
     found = real.load(header + b"".join(data.values()))
     assert len(header) % 8 == 0
     assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
         name: (np.dtype(NUMPY[dtype]), shape) for name, (dtype, shape) in tensors.items()
     }
-    assert read(header + b"".join(data.values())) == (places, metadata)
+    assert read(header + b"".join(data.values())) == (places_of(header, tensors), metadata)
 
 
 @given(listed, metadata)
@@ -56,10 +64,12 @@ def test_what_the_package_writes_is_read_here(tensors, metadata):
 
 
 def test_every_dtype_has_its_bytes_and_the_name_that_the_format_keeps_is_refused():
-    header, places = header_of({dtype: (dtype, (3,)) for dtype in BITS})
+    tensors = {dtype: (dtype, (3,)) for dtype in BITS}
+    header = header_of(tensors)
+    places = places_of(header, tensors)
     for dtype, at in places.items():
         assert at.stop - at.start == 3 * BITS[dtype] // 8
-    assert parsed(header[8:], max(at.stop for at in places.values()), "x")[0] == places
+    assert parsed_header(header[8:], max(at.stop for at in places.values()), "x")[0] == places
     with pytest.raises(CheckpointError, match="__metadata__"):
         header_of({"__metadata__": ("F32", ())})
 
@@ -91,7 +101,7 @@ def test_an_entry_that_cannot_be_is_told():
     for entry, why in WRONG_ENTRIES:
         fields = dict(zip(("dtype", "shape", "data_offsets"), entry, strict=False)) if type(entry) is tuple else entry
         header = json.dumps({"w": fields}).encode()
-        assert why in refusal(CheckpointError, parsed, header, 8 + len(header) + 64, "x"), entry
+        assert why in refusal(CheckpointError, parsed_header, header, 8 + len(header) + 64, "x"), entry
 
 
 WRONG_HEADERS = [
@@ -111,7 +121,7 @@ WRONG_HEADERS = [
 
 def test_a_header_that_cannot_be_or_is_longer_than_the_file_is_told():
     for header, why in WRONG_HEADERS:
-        assert why in refusal(CheckpointError, parsed, header, 8 + len(header) + 64, "x"), header[:99]
+        assert why in refusal(CheckpointError, parsed_header, header, 8 + len(header) + 64, "x"), header[:99]
     for length in (9, 100, 1 << 40, (1 << 64) - 1):
         said = refusal(CheckpointError, header_length, length.to_bytes(8, "little"), 16, "x")
         assert "no safetensors file" in said, length

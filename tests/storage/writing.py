@@ -6,8 +6,7 @@ from itertools import count
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage.files import Checksums, Opened
 from sherd.storage.folder import Folder, file_name
-from sherd.storage.manifest import Entry, File, Manifest, name_in_file
-from sherd.storage.safetensors import BITS, header_of, nbytes_of
+from sherd.storage.manifest import BITS, Entry, File, Manifest, header_of, name_in_file, nbytes_of
 from tests.layout.strategies import elements
 
 SMALL = {"w": Entry("F32", (7, 3), Grid(0, (GridCut(0, 2, 1),))), "b": Entry("BF16", (5,), Grid(1))}
@@ -35,7 +34,7 @@ def save(place, entries, tensors, step, *, num_files=1, save_id=None, block_byte
             held[number][name_in_file(name, entry.shape, box)] = (entry.dtype, box.sizes, raw)
     files = []
     for number, pieces in enumerate(held):
-        header, _ = header_of({name: piece[:2] for name, piece in pieces.items()})
+        header = header_of({name: piece[:2] for name, piece in pieces.items()})
         sums = Checksums(block_bytes)
         chunks = [header, *(raw for _, _, raw in pieces.values())]
         place.write(file_name(save_id, number), lambda s=sums, c=chunks: s.passing(map(memoryview, c)))

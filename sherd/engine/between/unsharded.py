@@ -11,15 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
-from sherd.comm.failures import announced
-from sherd.engine.moves.buffer_views import copy_out, tensor_in
+from sherd.engine.between.gather import Gatherer, Line
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
@@ -41,8 +40,8 @@ class UnshardedCopies:
         groups = [weights.group for weights in unit.weights]
         self._is_shown = shown = not terms.rank0_only or unit.mesh.shard_rank == 0
         # Ranks that are shown nothing gather, too, because an all-gather takes all of them.
-        copies = [_copies(group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
-        grads = [_copies(group, _gradients, shown, False) if terms.with_grads else None for group in groups]
+        copies = [_copies(group, shown, terms.offload_to_cpu) for group in groups]
+        grads = [_copies(group, shown, gradients=True) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: otherwise one rank would refuse a forward that the others run.
         unit.lend(terms)
         if shown:
@@ -60,7 +59,7 @@ class UnshardedCopies:
         """
         copies: dict[ShardedParameter, torch.Tensor] = {}
         for group in (weights.group for weights in unit.weights):
-            copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
+            copies.update(zip(group.parameters, _copies(group, shown, on_host), strict=False))
         return copies
 
     @staticmethod
@@ -160,7 +159,7 @@ class UnshardedCopies:
         changed = []
         for record in (record for record, _, _ in taken if id(record) in present):
             unsharded = present[id(record)]
-            record.local.copy_(_part_of(record, unsharded))
+            record.local.copy_(record.part_of(local_part(unsharded).detach()))
             # A change on any rank makes all give up a backward that is to come. So the digest is of the unsharded
             # tensor; it takes less memory than a copy.
             before = self._digests.get(id(record))
@@ -179,10 +178,6 @@ class UnshardedCopies:
 # Gathering
 
 
-def _shard_buffer(group: Group) -> torch.Tensor:
-    return group.place.fetch(group.shard_buffer, group.device)
-
-
 def _gradients(group: Group) -> torch.Tensor:
     """Returns a shard buffer of gradients, with zeros for parameters that have none."""
     shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
@@ -197,32 +192,30 @@ def _gradients(group: Group) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _copies(
-    group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
-) -> list[torch.Tensor]:
-    """Returns unsharded copies of a group's tensors; none if they are not `shown`. Collective over the shard axis."""
+def _copies(group: Group, shown: bool, on_host: bool = False, gradients: bool = False) -> list[torch.Tensor]:
+    """Returns unsharded copies of a group's tensors, or of their gradients; none if they are not `shown`.
+
+    Collective over the shard axis.
+    """
     copies = []
     if group.gathers_itself:  # DTensor knows how to put a tensor subclass together
         for record in group.parameters:
-            tensor = record.shard.detach() if shard_buffer_of is _shard_buffer else record.shard.grad
+            tensor = record.shard.grad if gradients else record.shard.detach()
             full = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
             copies.append(full.cpu() if on_host else full)
         return copies
-    packing, source = group.packing, shard_buffer_of(group)
+    line = Line(group.parameters, group.dtype, _gradients(group) if gradients else None)
     names = in_short([each.name for each in group.parameters], 4)
-    with announced(group.mesh.piece_groups, f"gathers {names} to show them", is_rare=True):
-        rows = group.all_pieces(source)
+    gathering = Gatherer().gathering([line], f"gathers {names} to show them")
+    gathering.start()
+    gathering.wait()
     if not shown:
         return []
-    unsharded = rows
-    if not packing.direct or packing.unsharded_numel > packing.gathered_numel:
-        unsharded = torch.empty(packing.unsharded_numel, dtype=source.dtype, device=source.device)
-        copy_out(packing, unsharded)(rows)
-    for record, slot in zip(group.parameters, packing.slots, strict=True):
-        part = tensor_in(unsharded, slot)
+    gathering.copy_out()
+    for index, record in enumerate(group.parameters):
         # Each in memory of its own: a user may keep one copy, and would keep the memory of all.
-        part = part.to("cpu", copy=True) if on_host else part.clone()
-        copies.append(record.as_unsharded(part))
+        part = line.part(index)
+        copies.append(record.as_unsharded(part.to("cpu", copy=True) if on_host else part.clone()))
     return copies
 
 
@@ -309,10 +302,6 @@ def _placements_of(tensor: torch.Tensor | None) -> tuple[Placement, ...] | None:
 def _kind_of(tensor: torch.Tensor | None) -> str:
     placements = _placements_of(tensor)
     return "a plain tensor" if placements is None else f"a DTensor with {placements}"
-
-
-def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
-    return record.part_of(local_part(unsharded).detach())
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:

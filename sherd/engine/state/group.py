@@ -489,17 +489,6 @@ class Group:
         """Note that the shards were, or may be, written: copies of them are stale. All ranks must call it together."""
         self.version += 1
 
-    def all_pieces(self, piece: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' pieces side by side, `[packing.gathered_numel]`. Collective over all axes of the cut."""
-        mesh, shard = self.mesh, piece
-        if self.fetched is not None:
-            shard = piece.new_empty(self.fetched.numel)
-            # Along the replicas first: along the shard axis ranks send full shards.
-            mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
-        rows = piece.new_empty(self.packing.gathered_numel)
-        mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
-        return rows
-
     def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields each piece of `shard`, which `rank` of the shard axis sent, with the number of the piece."""
         if self.fetched is None:

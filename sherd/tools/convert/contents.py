@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
+from sherd.checkpoint.encoding import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
+from sherd.storage.manifest import nbytes_of
 from sherd.storage.places import Disk, Readable
-from sherd.storage.safetensors import nbytes_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The names of items in checkpoints of formats that have no names for items."""
@@ -33,7 +33,6 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return nbytes_of(self.dtype, self.shape)
 
 
@@ -57,7 +56,6 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def of_kind(self, kind: str) -> list[str]:
@@ -70,31 +68,35 @@ class Contents:
         return {name[len(begin) :]: spec for name, spec in self.tensors.items() if name.startswith(begin)}
 
 
-class Lazy(Protocol):
-    """A tensor that is read by parts."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Lazy:
+    """A tensor that is read by parts.
 
-    @property
-    def spec(self) -> Spec:
-        """The tensor's dtype and shape."""
+    Args:
+        spec: its dtype and shape.
+        read_into: `read_into(part, target, most_bytes)` fills `target` with `part` of the tensor. `target` is in host
+            memory, and has the shape of `part` and the tensor's dtype. Reading takes about `most_bytes` of memory
+            besides.
+        memory: equal for two names of one tensor. None: it is not known where the tensor is.
+        num_pieces: the number of pieces in which a checkpoint has it.
+    """
 
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor.
+    spec: Spec
+    read_into: Callable[[Box, torch.Tensor, int], object]
+    memory: object = None
+    num_pieces: int = 1
 
-        `target` is in host memory, and has the shape of `part` and the tensor's dtype. Reading takes about `most_bytes`
-        of memory besides.
-        """
+    def part(self, part: Box, most_bytes: int) -> torch.Tensor:
+        """Returns `part` of the tensor, in memory of its own."""
+        target = torch.empty(part.sizes, dtype=DTYPES[self.spec.dtype])
+        self.read_into(part, target, most_bytes)
+        return target
 
 
 class Source:
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading, until `close` closes its files.
 
-    Args:
-        format: the name of the format.
-        tensors: the tensors.
-        rest: the other contents of the checkpoint, whose own `tensors` are not used.
-        close: closes all files.
-        notes: what a user should know of this checkpoint, in sentences.
-        pieces: by name, the number of pieces of tensors; None: each is one.
+    `rest` has all contents but `tensors`. `notes` say what a user should know of this checkpoint, in sentences.
     """
 
     def __init__(
@@ -104,29 +106,22 @@ class Source:
         rest: Contents,
         close: Callable[[], None] = lambda: None,
         notes: Sequence[str] = (),
-        pieces: Mapping[str, int] | None = None,
     ) -> None:
         self.format, self.close, self._tensors = format, close, tensors
         specs = {name: lazy.spec for name, lazy in tensors.items()}
         self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
         self._notes = list(notes)
-        self._pieces = {name: number for name, number in (pieces or {}).items() if number > 1}
 
-    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor `name`, as `Lazy.read_into` does.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        self._tensors[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
+    def tensor(self, name: str) -> Lazy:
+        """Returns the tensor `name`. Reading it raises CheckpointError if a file is missing or damaged."""
+        return self._tensors[self.contents.aliases.get(name, name)]
 
     def notes(self) -> list[str]:
-        """Returns what a user should know of this checkpoint, in sentences."""
         return self._notes
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns by name the number of pieces of each tensor that lies in several."""
-        return self._pieces
+        """Returns by name the number of pieces of each tensor that is in several."""
+        return {name: lazy.num_pieces for name, lazy in self._tensors.items() if lazy.num_pieces > 1}
 
 
 Read = Callable[[str], Iterator[memoryview]]
@@ -144,85 +139,22 @@ Progress = Callable[[str, int], None]
 
 def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
     """Yields the bytes of a tensor, row by row, at most `most_bytes` at a time."""
-    box, dtype = whole(of.spec.shape), DTYPES[of.spec.dtype]
-    if box.numel:
-        for span in spans(box, box, max(most_bytes // dtype.itemsize, 1)):
-            target = torch.empty(span.box.sizes, dtype=dtype)
-            of.read_into(span.box, target, most_bytes)
-            yield memory_of(target)
+    box = whole(of.spec.shape)
+    for span in spans(box, box, max(most_bytes // DTYPES[of.spec.dtype].itemsize, 1)) if box.numel else ():
+        yield memory_of(of.part(span.box, most_bytes))
 
 
-@dataclass(frozen=True)
-class NamedTensor:
-    """The tensor `name` of `source`."""
+def in_pieces(spec: Spec, pieces: Sequence[tuple[Box, Lazy]], memory: object = None) -> Lazy:
+    """Returns a tensor in pieces, each with the box of its elements in the tensor."""
 
-    source: Source
-    name: str
-
-    @property
-    def spec(self) -> Spec:
-        """The tensor's dtype and shape."""
-        contents = self.source.contents
-        return contents.tensors[contents.aliases.get(self.name, self.name)]
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        self.source.read_into(self.name, part, target, most_bytes)
-
-
-@dataclass(frozen=True)
-class Pieced:
-    """A tensor in pieces, each with the box of its elements in the whole tensor."""
-
-    spec: Spec
-    pieces: tuple[tuple[Box, Lazy], ...]
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        for box, piece in self.pieces:
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        for box, piece in pieces:
             shared = box.intersect(part)
             if shared is not None:
                 offsets = tuple(at - first for at, first in zip(shared.offsets, box.offsets, strict=True))
                 piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
 
-
-@dataclass(frozen=True)
-class TensorPart:
-    """The part `box` of a tensor."""
-
-    of: Lazy
-    box: Box
-
-    @property
-    def spec(self) -> Spec:
-        """The tensor's dtype and shape."""
-        return replace(self.of.spec, shape=self.box.sizes)
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        offsets = tuple(first + at for first, at in zip(self.box.offsets, part.offsets, strict=True))
-        self.of.read_into(Box(offsets, part.sizes), target, most_bytes)
-
-
-@dataclass(frozen=True)
-class Reshaped:
-    """A tensor of `shape` whose elements, row by row, are those of a vector."""
-
-    vector: Lazy
-    shape: Shape
-
-    @property
-    def spec(self) -> Spec:
-        """The tensor's dtype and shape."""
-        return replace(self.vector.spec, shape=self.shape)
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        dtype = DTYPES[self.spec.dtype]
-        for span in spans(whole(self.shape), part, max(most_bytes // dtype.itemsize, 1)) if part.numel else ():
-            read = torch.empty(span.box.numel, dtype=dtype)
-            self.vector.read_into(Box((span.start,), (span.box.numel,)), read, most_bytes)
-            target[span.wanted.within(part)] = read.view(span.box.sizes)[span.wanted.within(span.box)]
+    return Lazy(spec, read_into, memory, len(pieces))
 
 
 def path_inside(folder: Path, name: object, where: str) -> Path:

@@ -13,20 +13,14 @@ from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import mode_of
 from sherd.tools.convert import of_dcp, of_hf, of_sherd, of_torch, of_universal
-from sherd.tools.convert.contents import MOST_BYTES, NamedTensor, Progress, Sink, Source, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Progress, Sink, Source, chunks_of
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import Rule
 
 
 @dataclass(frozen=True)
 class Format:
-    """How checkpoints of one format are opened and written.
-
-    Args:
-        read: opens a checkpoint. Raises CheckpointError.
-        write: writes a checkpoint.
-        is_at: returns whether a path looks like a checkpoint of this format.
-    """
+    """How checkpoints of one format are opened and written; `is_at` tells whether a path looks like one."""
 
     read: Callable[[Path], Source]
     write: Sink
@@ -86,21 +80,10 @@ def convert(
     model_only: bool = False,
     shard_bytes: int = of_hf.SHARD_BYTES,
 ) -> list[str]:
-    """Write the contents of `source` to `target`, which appears only when it is whole.
+    """Write the contents of `source` to `target`, in the format `to`, and return what was left out, in sentences.
 
-    Args:
-        source: a checkpoint that is open.
-        target: a path that does not exist, or an empty folder.
-        to: the name of the target's format.
-        rules: how tensors are renamed and reshaped.
-        progress: is called for each part.
-        most_bytes: the most bytes of a tensor that are in memory at once.
-        step: the checkpoint's step, instead of the source's.
-        model_only: leave out everything but models.
-        shard_bytes: the most bytes of a file of the format hf.
-
-    Returns:
-        What was left out, in sentences.
+    `target` must not exist, or be an empty folder, and appears only when it is complete. `step` replaces the source's,
+    at most `most_bytes` of a tensor are in memory at once, and `shard_bytes` limits the files of the format hf.
 
     Raises:
         CheckpointError: the source is damaged, the target exists, or the format cannot hold the contents.
@@ -126,7 +109,7 @@ def convert(
         )
 
     def read(name: str) -> Iterator[memoryview]:
-        for chunk in chunks_of(NamedTensor(mapped, name), most_bytes):
+        for chunk in chunks_of(mapped.tensor(name), most_bytes):
             yield chunk
             progress(name, len(chunk))
 

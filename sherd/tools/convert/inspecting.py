@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES
+from sherd.checkpoint.encoding import DTYPES
 from sherd.checkpoint.writing import PER_RANK, RANDOM
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import spans, whole
 from sherd.storage.manifest import MANIFEST, name_in_file
-from sherd.tools.convert.contents import MOST_BYTES, Contents, NamedTensor, Progress, Source, Spec, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Contents, Progress, Source, Spec, chunks_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 from sherd.units import in_bytes
@@ -42,7 +42,6 @@ def as_json(source: Source) -> dict[str, Any]:
 
 
 def as_text(source: Source, path: str) -> str:
-    """Returns what `as_json` returns, as lines of text."""
     return "\n".join(line.replace("\n", "\\n") for line in _lines(source, path))
 
 
@@ -176,9 +175,7 @@ def _in_elements(
     wide = torch.complex128 if dtype.is_complex else torch.float64
     max_abs, max_rel, num = 0.0, 0.0, 0
     for span in spans(box, box, max(most_bytes // 8, 1)) if box.numel else ():
-        parts = [torch.empty(span.box.sizes, dtype=dtype) for _ in range(2)]
-        a.read_into(name, span.box, parts[0], most_bytes)
-        b.read_into(name, span.box, parts[1], most_bytes)
+        parts = [source.tensor(name).part(span.box, most_bytes) for source in (a, b)]
         progress(name, parts[0].nbytes)
         of_a, of_b = (part.flatten().to(wide) for part in parts)
         apart = (of_a - of_b).abs()
@@ -197,7 +194,6 @@ def _in_elements(
 
 
 def _in_values(a: Any, b: Any, path: str) -> Iterator[TensorDifference]:
-    """Yields where two trees of JSON differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys([*a, *b]):
             below = f"{path}/{key}" if path else str(key)
@@ -235,7 +231,7 @@ def damages(source: Source, progress: Progress = lambda name, nbytes: None) -> I
         return
     for name in source.contents.tensors:
         try:
-            for chunk in chunks_of(NamedTensor(source, name), MOST_BYTES):
+            for chunk in chunks_of(source.tensor(name), MOST_BYTES):
                 progress(name, len(chunk))
         except CheckpointError as error:
             yield Damage(name, str(error))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, whole
 from sherd.layout.extent import Extent
-from sherd.tools.convert.contents import Contents, Lazy, NamedTensor, Pieced, Source, Spec, TensorPart
+from sherd.layout.placement import Shape
+from sherd.tools.convert.contents import Contents, Lazy, Source, Spec, in_pieces
 from sherd.tools.convert.mapping import Rule, each_match, filled, matcher
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 
@@ -21,11 +20,7 @@ T = TypeVar("T")
 
 
 class Mapped(Source):
-    """A source after rules.
-
-    Args:
-        source: the checkpoint.
-        rules: are followed in this order, by each model, and by each key of the optimizers' state.
+    """A source after `rules`, in this order, on each model and on each key of the optimizers' state.
 
     Raises:
         CheckpointError: a rule does not fit its tensors.
@@ -33,7 +28,7 @@ class Mapped(Source):
 
     def __init__(self, source: Source, rules: Sequence[Rule]) -> None:
         before = source.contents
-        tensors: dict[str, Lazy] = {name: NamedTensor(source, name) for name in before.tensors}
+        tensors: dict[str, Lazy] = {name: source.tensor(name) for name in before.tensors}
         aliases, values = dict(before.aliases), dict(before.values)
         models, optimizers = before.of_kind("module"), before.of_kind("optimizer")
         for item in optimizers:
@@ -228,33 +223,33 @@ def _reshaped_tensors(rule: Rule, tensors: Sequence[Lazy], name: str, _: int) ->
     if rule.kind == "transpose":
         if len(shape) != 2:
             raise CheckpointError(f"{name} of shape {shape} is no matrix, so it cannot be transposed")
-        return [first.of if isinstance(first, _Transposed) else _Transposed(first)]
+        return [_transposed(first)]
     if rule.kind == "permute":
         if not shape or shape[0] % (2 * rule.heads):
             raise CheckpointError(f"{name} of shape {shape} has no even number of rows for each of {rule.heads} heads")
-        return [_Permuted(first, rule.heads, rule.backwards)]
+        return [_permuted(first, rule.heads, rule.backwards)]
     if rule.kind == "merge":
         return [_joined(tensors, rule.dim, rule.ratio, name)]
     if rule.kind == "split":
         if rule.dim >= len(shape):
             raise CheckpointError(f"{name} of shape {shape} has no dim {rule.dim}")
         sizes = _sizes(shape[rule.dim], rule.ratio or [1] * len(rule.to), name)
-        return [TensorPart(first, box) for box in _boxes(shape, rule.dim, sizes)]
+        return [_part(first, box) for box in _boxes(shape, rule.dim, sizes)]
     if rule.kind == "stack":
         if len({tensor.spec for tensor in tensors}) > 1:
             raise CheckpointError(f"{name}: tensors of other shapes or dtypes cannot be stacked")
-        return [_Stacked(tuple(tensors))]
+        return [_stacked(tensors)]
     if rule.kind == "unstack":
         if not shape:
             raise CheckpointError(f"{name} has no dims, so it cannot be cut into rows")
-        return [_Row(first, number) for number in range(shape[0])]
+        return [_row(first, number) for number in range(shape[0])]
     return tensors
 
 
 # Tensors made of other tensors, and read by parts like these
 
 
-def _joined(parts: Sequence[Lazy], dim: int, ratio: Sequence[int], name: str) -> Pieced:
+def _joined(parts: Sequence[Lazy], dim: int, ratio: Sequence[int], name: str) -> Lazy:
     """Returns `parts` one behind the other along `dim`. Raises CheckpointError if their shapes do not fit."""
     shapes = [part.spec.shape for part in parts]
     others = {(part.spec.dtype, *(size for at, size in enumerate(part.spec.shape) if at != dim)) for part in parts}
@@ -264,7 +259,8 @@ def _joined(parts: Sequence[Lazy], dim: int, ratio: Sequence[int], name: str) ->
     if sizes != _sizes(sum(sizes), ratio or [1] * len(sizes), name):
         raise CheckpointError(f"{name}: its parts have sizes {sizes}, so the rule needs ratio, as in {sizes}")
     shape = tuple(sum(sizes) if at == dim else size for at, size in enumerate(shapes[0]))
-    return Pieced(replace(parts[0].spec, shape=shape), tuple(zip(_boxes(shape, dim, sizes), parts, strict=True)))
+    boxes = _boxes(shape, dim, sizes)
+    return in_pieces(_shaped(parts[0], shape), list(zip(boxes, parts, strict=True)))
 
 
 def _sizes(size: int, ratio: Sequence[int], name: str) -> list[int]:
@@ -273,7 +269,7 @@ def _sizes(size: int, ratio: Sequence[int], name: str) -> list[int]:
     return [size // sum(ratio) * part for part in ratio]
 
 
-def _boxes(shape: tuple[int, ...], dim: int, sizes: Iterable[int]) -> Iterator[Box]:
+def _boxes(shape: Shape, dim: int, sizes: Iterable[int]) -> Iterator[Box]:
     """Yields the parts of `sizes` along `dim` of a tensor of `shape`."""
     start = 0
     for size in sizes:
@@ -281,79 +277,55 @@ def _boxes(shape: tuple[int, ...], dim: int, sizes: Iterable[int]) -> Iterator[B
         start += size
 
 
-def _read(of: Lazy, part: Box, most_bytes: int) -> torch.Tensor:
-    target = torch.empty(part.sizes, dtype=DTYPES[of.spec.dtype])
-    of.read_into(part, target, most_bytes)
-    return target
+def _shaped(like: Lazy, shape: Shape) -> Spec:
+    return Spec(like.spec.dtype, shape)
 
 
-@dataclass(frozen=True)
-class _Transposed:
-    """A matrix, transposed."""
+def _part(of: Lazy, box: Box) -> Lazy:
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        offsets = tuple(first + at for first, at in zip(box.offsets, part.offsets, strict=True))
+        of.read_into(Box(offsets, part.sizes), target, most_bytes)
 
-    of: Lazy
-
-    @property
-    def spec(self) -> Spec:
-        return replace(self.of.spec, shape=self.of.spec.shape[::-1])
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        below = Box(part.offsets[::-1], part.sizes[::-1])
-        target.copy_(_read(self.of, below, most_bytes).t())
+    return Lazy(_shaped(of, box.sizes), read_into)
 
 
-@dataclass(frozen=True)
-class _Permuted:
-    """A tensor with the rows of both halves of each head interleaved, or taken apart again."""
+def _transposed(of: Lazy) -> Lazy:
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        target.copy_(of.part(Box(part.offsets[::-1], part.sizes[::-1]), most_bytes).t())
 
-    of: Lazy
-    heads: int
-    apart: bool
+    return Lazy(_shaped(of, of.spec.shape[::-1]), read_into)
 
-    @property
-    def spec(self) -> Spec:
-        return self.of.spec
 
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+def _permuted(of: Lazy, heads: int, apart: bool) -> Lazy:
+    """Returns a tensor with the rows of both halves of each head interleaved, or taken `apart` again."""
+    width = of.spec.shape[0] // heads
+
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
         # All rows of a head are read, also for a part of it: one head at a time.
-        width = self.spec.shape[0] // self.heads
         for head in range(part.offsets[0] // width, -(-(part.offsets[0] + part.sizes[0]) // width)):
             rows = Box((head * width, *part.offsets[1:]), (width, *part.sizes[1:]))
             shared = rows.intersect(part)
             if shared is not None:
-                halves = (width // 2, 2) if self.apart else (2, width // 2)
-                read = _read(self.of, rows, most_bytes).view(*halves, *part.sizes[1:]).transpose(0, 1)
+                halves = (width // 2, 2) if apart else (2, width // 2)
+                read = of.part(rows, most_bytes).view(*halves, *part.sizes[1:]).transpose(0, 1)
                 target[shared.within(part)] = read.reshape(rows.sizes)[shared.within(rows)]
 
+    return Lazy(of.spec, read_into)
 
-@dataclass(frozen=True)
-class _Stacked:
-    """Tensors of one shape, along a new first dim."""
 
-    parts: tuple[Lazy, ...]
+def _stacked(parts: Sequence[Lazy]) -> Lazy:
+    """Returns tensors of one shape along a new first dim."""
 
-    @property
-    def spec(self) -> Spec:
-        first = self.parts[0].spec
-        return replace(first, shape=(len(self.parts), *first.shape))
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
         below = Box(part.offsets[1:], part.sizes[1:])
         for number in range(part.sizes[0]):
-            self.parts[part.offsets[0] + number].read_into(below, target[number], most_bytes)
+            parts[part.offsets[0] + number].read_into(below, target[number], most_bytes)
+
+    return Lazy(_shaped(parts[0], (len(parts), *parts[0].spec.shape)), read_into)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Row `number` of a tensor, without the first dim."""
+def _row(of: Lazy, number: int) -> Lazy:
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        of.read_into(Box((number, *part.offsets), (1, *part.sizes)), target.unsqueeze(0), most_bytes)
 
-    of: Lazy
-    number: int
-
-    @property
-    def spec(self) -> Spec:
-        return replace(self.of.spec, shape=self.of.spec.shape[1:])
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        below = Box((self.number, *part.offsets), (1, *part.sizes))
-        self.of.read_into(below, target.unsqueeze(0), most_bytes)
+    return Lazy(_shaped(of, of.spec.shape[1:]), read_into)

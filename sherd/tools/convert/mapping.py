@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import CheckpointError
+from sherd.storage.manifest import in_brief, read_json
 from sherd.storage.places import read_file
-from sherd.storage.safetensors import in_brief, read_json
 
 KINDS = ("rename", "transpose", "permute", "merge", "split", "stack", "unstack", "tie", "drop")
 _HOLE = re.compile(r"\{(\*?)([a-z_]+)\}")
@@ -86,17 +86,13 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
 
 def filled(pattern: str, holes: Mapping[str, str]) -> str:
-    """Returns `pattern` with its holes filled."""
     return _HOLE.sub(lambda hole: holes[hole[2]], pattern)
 
 
 def rules_of(name: str, numbers: Mapping[str, int], reverse: bool = False) -> list[Rule]:
-    """Returns the rules of a preset, or of a JSON file.
+    """Returns the rules of the preset `name`, or of the JSON file; with `reverse` the rules that undo them.
 
-    Args:
-        name: the preset or the path.
-        numbers: the values of "$heads" and others in the rules.
-        reverse: return the rules that undo them instead.
+    `numbers` are the values of "$heads" and others in the rules.
 
     Raises:
         CheckpointError: there is no such file, a rule is malformed, or a number is missing.

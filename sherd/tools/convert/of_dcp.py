@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from sherd._torch import storage_info
-from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
+from sherd.checkpoint.encoding import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.places import Disk, Readable, read_file
-from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
-from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
+from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
+from sherd.tools.convert.of_torch import Range, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of
 
@@ -34,26 +34,21 @@ FILE_BYTES = 4 << 30
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _Index, _Info = inert("MetadataIndex"), inert("_StorageInfo")
-_Tensor, _Bytes, _Chunk = inert("TensorStorageMetadata"), inert("BytesStorageMetadata"), inert("ChunkStorageMetadata")
-_Metadata = inert("Metadata")
+_Tensor, _Metadata = inert("TensorStorageMetadata"), inert("Metadata")
+
+_OTHERS = "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"
 
 NAMES: dict[tuple[str, str], object] = {
     (_CHECKPOINT, "Metadata"): _Metadata,
     (_CHECKPOINT, "MetadataIndex"): _Index,
     (_CHECKPOINT, "TensorStorageMetadata"): _Tensor,
-    (_CHECKPOINT, "BytesStorageMetadata"): _Bytes,
-    (_CHECKPOINT, "ChunkStorageMetadata"): _Chunk,
-    (_CHECKPOINT, "TensorProperties"): inert("TensorProperties"),
-    (_CHECKPOINT, "StorageMeta"): inert("StorageMeta"),
-    (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): inert("_MEM_FORMAT_ENCODING"),
+    **{(_CHECKPOINT, name): inert(name) for name in _OTHERS},
     (_FILESYSTEM, "_StorageInfo"): _Info,
     (_FILESYSTEM, "_StoragePrefix"): inert("_StoragePrefix"),
     ("torch.serialization", "_get_layout"): inert("layout"),
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): Dict,
-    ("pathlib", "PosixPath"): inert("path"),
-    ("pathlib", "WindowsPath"): inert("path"),
-    ("pathlib", "PurePosixPath"): inert("path"),
+    **{("pathlib", name): inert("path") for name in ("PosixPath", "WindowsPath", "PurePosixPath")},
     ("pathlib._local", "PosixPath"): inert("path"),
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 }
@@ -63,8 +58,6 @@ _LONGEST_METADATA = 4 << 30
 
 
 class _Files:
-    """The open files of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[Path, Readable] = {}
@@ -96,29 +89,18 @@ class _Item:
         return TorchFile(Range(self.files.open(self.file), self.start, self.nbytes)).tree
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A chunk of a tensor, which is an item."""
+def _chunk(item: _Item, spec: Spec) -> Lazy:
+    """Returns a chunk of a tensor, which is an item."""
 
-    item: _Item
-    spec: Spec
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        item, tensor = self.item, self.item.tree()
-        if not isinstance(tensor, Strided) or tensor.spec != self.spec:
-            is_ = tensor.spec if isinstance(tensor, Strided) else type(tensor).__name__
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        tensor = item.tree()
+        if not isinstance(tensor, Lazy) or tensor.spec != spec:
+            is_ = tensor.spec if isinstance(tensor, Lazy) else type(tensor).__name__
             where = f"{item.files.folder}/{item.file}"
-            raise CheckpointError(f"{where} has {is_} as {item.name}, {self.spec} by {METADATA}")
+            raise CheckpointError(f"{where} has {is_} as {item.name}, {spec} by {METADATA}")
         tensor.read_into(part, target, most_bytes)
 
-
-class _Chunked(Pieced):
-    """A tensor in chunks."""
-
-    def same_memory(self) -> object:
-        """Returns a value that is equal for two names of one tensor."""
-        items = [(box, part.item) for box, part in self.pieces if isinstance(part, _Part)]
-        return self.spec, *((box, item.file, item.start) for box, item in items)
+    return Lazy(spec, read_into, (item.file, item.start))
 
 
 def metadata_of(path: Path) -> Inert:
@@ -176,7 +158,7 @@ def _leaves_of(path: Path, files: _Files) -> tuple[dict[tuple[Any, ...], Any], l
     return leaves, notes
 
 
-def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> _Chunked:
+def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> Lazy:
     try:
         shape = tuple(kind.get("size", 1))
         dtype = kind.get("properties", 0)
@@ -193,13 +175,13 @@ def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> 
     numel = sum(box.numel for box in listed)
     if not fits or numel != prod(shape) or overlapping(listed) is not None:
         raise CheckpointError(f"{where}: the chunks of {name} have {numel} elements of {prod(shape)}, or share some")
-    parts: list[tuple[Box, _Part]] = []
+    parts: list[tuple[Box, Lazy]] = []
     for box in listed:
         item = items.get((name, box.offsets)) or (items.get((name, None)) if len(listed) == 1 else None)
         if item is None:
             raise CheckpointError(f"{where} does not say where {name} is from {box.offsets} on")
-        parts.append((box, _Part(item, Spec(spec.dtype, box.sizes))))
-    return _Chunked(spec, tuple(parts))
+        parts.append((box, _chunk(item, Spec(spec.dtype, box.sizes))))
+    return in_pieces(spec, parts, (spec, *((box, part.memory) for box, part in parts)))
 
 
 def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
@@ -231,8 +213,7 @@ def read(path: Path) -> Source:
         leaves, notes = _leaves_of(path, files)
         contents = collected(_nested(leaves), str(path))
         contents.notes += notes
-        counts = {name: len(lazy.pieces) for name, lazy in contents.tensors.items() if isinstance(lazy, _Chunked)}
-        return contents.source(FORMAT, files.close, counts)
+        return contents.source(FORMAT, files.close)
     except BaseException:
         files.close()
         raise

@@ -12,23 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from sherd.checkpoint.tensor_bytes import DTYPES, in_buckets
+from sherd.checkpoint.encoding import DTYPES, in_buckets
+from sherd.checkpoint.full_tensors import file_names
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.files import Content, write_file
+from sherd.storage.manifest import Stored, header_in, nbytes_of, read_json
 from sherd.storage.places import Disk, Readable, mode_of, read_file
-from sherd.storage.safetensors import Stored, header_length, nbytes_of, parsed, read_json
-from sherd.tools.convert.contents import (
-    MODEL,
-    Contents,
-    Pieced,
-    Read,
-    Source,
-    Spec,
-    open_file,
-    path_inside,
-)
-from sherd.tools.convert.of_torch import Storage, Strided
+from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
+from sherd.tools.convert.of_torch import Storage, strided
 from sherd.tools.convert.state_trees import Collected
 
 FORMAT = "hf"
@@ -42,29 +34,25 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)(\.inde
 _MOST_BESIDE = 256 << 20
 
 
-def _stored(file: Readable, at: Stored) -> Strided:
-    """Returns a tensor of a safetensors file, where it lies row by row."""
+def _stored(file: Readable, at: Stored) -> Lazy:
+    """Returns a tensor of a safetensors file, which has its elements row by row."""
     strides = tuple(prod(at.shape[dim + 1 :]) for dim in range(len(at.shape)))
     storage = Storage(file, at.start, nbytes_of(at.dtype, at.shape), DTYPES[at.dtype])
-    return Strided(storage, Spec(at.dtype, at.shape), 0, strides)
+    return strided(storage, Spec(at.dtype, at.shape), 0, strides)
 
 
 def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is another file."""
     try:
-        begin = bytearray(min(8, file.nbytes))
-        file.read_into(0, memoryview(begin))
-        text = bytearray(header_length(bytes(begin), file.nbytes, file.name))
-        file.read_into(8, memoryview(text))
+        return header_in(file)
     except (OSError, EOFError) as error:
         raise CheckpointError(f"{file.name} cannot be read: {error or 'it ends'}") from error
-    return parsed(bytes(text), file.nbytes, file.name)
 
 
 def read(path: Path) -> Source:
     """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
     contents, num_files = Collected(), 0
-    pieces: dict[str, list[tuple[Box, Strided]]] = {}
+    pieces: dict[str, list[tuple[Box, Lazy]]] = {}
     contents.values[MODEL] = {"kind": "module"}
     with ExitStack() as files:
         for file_path, names in _files(path).items():
@@ -86,8 +74,7 @@ def read(path: Path) -> Source:
                 if name in tensors and alias not in tensors:
                     contents.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
         contents.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
-        counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items()}
-        return contents.source(FORMAT, files.pop_all().close, counts)
+        return contents.source(FORMAT, files.pop_all().close)
 
 
 def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, tuple[int, ...]]:
@@ -104,7 +91,7 @@ def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, t
     return first
 
 
-def _joined(name: str, boxes: Sequence[tuple[Box, Strided]], path: Path) -> Pieced:
+def _joined(name: str, boxes: Sequence[tuple[Box, Lazy]], path: Path) -> Lazy:
     dims = len(boxes[0][0].sizes)
     if any(len(box.sizes) != dims or piece.spec.dtype != boxes[0][1].spec.dtype for box, piece in boxes):
         raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
@@ -112,7 +99,7 @@ def _joined(name: str, boxes: Sequence[tuple[Box, Strided]], path: Path) -> Piec
     numel = sum(box.numel for box, _ in boxes)
     if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
         raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
-    return Pieced(Spec(boxes[0][1].spec.dtype, shape), tuple(boxes))
+    return in_pieces(Spec(boxes[0][1].spec.dtype, shape), boxes)
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -157,9 +144,7 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
     folder = path.parent if one else path
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        whole_name = path.name if one else ONE
-        name = whole_name if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+    for name, names in zip([path.name] if one else file_names(len(files)), files, strict=True):
         metadata = {"format": "pt"} | {alias: of for alias, of in aliases.items() if of in names}
         names = sorted(names, key=lambda tensor: (-nbytes_of(tensors[tensor].dtype, ()), tensor))
         content_of = {

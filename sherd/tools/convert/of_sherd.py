@@ -5,48 +5,29 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from sherd.checkpoint.tensor_bytes import in_buckets, read_into
+from sherd.checkpoint.encoding import in_buckets, read_into
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, Grid
-from sherd.storage.files import Content, Opened, write_file
+from sherd.layout.boxes import Grid
+from sherd.storage.files import Content, Opened, step_of, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
 from sherd.storage.places import mode_of, place_of
-from sherd.tools.convert.contents import Contents, Read, Source, Spec
+from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec
 
 FORMAT = "sherd"
 FILE_BYTES = 4 << 30
 """The most bytes of a file with several tensors."""
 
-_STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
 """The names of files of tensors."""
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a checkpoint of sherd."""
-
-    opened: Opened
-    name: str
-    spec: Spec
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        read_into(self.opened, self.name, part, target, most_bytes)
-
-
 class SherdSource(Source):
-    """A checkpoint of sherd.
-
-    Args:
-        path: the folder of a checkpoint, or of several: then the last step's is opened.
+    """A checkpoint of sherd in the folder `path`, or the last step's of several in it.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
@@ -57,7 +38,8 @@ class SherdSource(Source):
         self.opened = Opened(place_of(self.folder))
         manifest = self.opened.manifest
         tensors = {
-            name: _Stored(self.opened, name, Spec(entry.dtype, entry.shape)) for name, entry in manifest.tensors.items()
+            name: Lazy(Spec(entry.dtype, entry.shape), partial(read_into, self.opened, name))
+            for name, entry in manifest.tensors.items()
         }
         wrong = next((item for item, value in manifest.values.items() if not isinstance(value, dict)), None)
         if wrong is not None:
@@ -67,19 +49,19 @@ class SherdSource(Source):
         super().__init__(FORMAT, tensors, rest, self.opened.close, [note])
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns by name the number of pieces of each tensor that lies in several."""
+        """Returns by name the number of pieces of each tensor that is in several."""
         counted = {name: sum(1 for _ in entry.pieces()) for name, entry in self.opened.manifest.tensors.items()}
         return {name: number for name, number in counted.items() if number > 1}
 
 
 def folder_of(path: Path) -> Path:
     """Returns the folder of a checkpoint: `path`, or the last step's below it. Raises CheckpointError."""
-    if mode_of(path / MANIFEST) or _STEP.fullmatch(path.name):
+    if mode_of(path / MANIFEST) or step_of(path.name) is not None:
         return path
-    steps = [step for step in path.iterdir() if _STEP.fullmatch(step.name) and mode_of(step / MANIFEST)]
+    steps = [step for step in path.iterdir() if step_of(step.name) is not None and mode_of(step / MANIFEST)]
     if not steps:
         raise CheckpointError(f"{path} holds no checkpoint of sherd: neither {MANIFEST} nor step-00000000/{MANIFEST}")
-    return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
+    return max(steps, key=lambda step: step_of(step.name) or 0)
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:

@@ -17,6 +17,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,12 +25,13 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from sherd._torch import rebuild_tensor, rebuild_tensor_of_bytes
-from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name, memory_of
+from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
+from sherd.layout.placement import Shape
 from sherd.storage.places import Readable, read_exactly
-from sherd.tools.convert.contents import Contents, Read, Source, Spec, open_file
+from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
 from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of
 
@@ -70,53 +72,54 @@ class Storage:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Strided:
-    """A tensor of a file, with elements of a storage from element `offset` on, `strides` apart."""
+def strided(storage: Storage, spec: Spec, offset: int, strides: Shape) -> Lazy:
+    """Returns a tensor with elements of a storage from element `offset` on, `strides` apart."""
+    memory = storage.file.name, storage.start, spec, offset, strides
+    return Lazy(spec, partial(_read_strided, storage, DTYPES[spec.dtype], offset, strides), memory)
 
-    storage: Storage
-    spec: Spec
-    offset: int
-    strides: tuple[int, ...]
 
-    def same_memory(self) -> object:
-        """Returns a value that is equal for two names of one tensor."""
-        return self.storage.file.name, self.storage.start, self.spec, self.offset, self.strides
+def _read_strided(
+    storage: Storage,
+    dtype: torch.dtype,
+    offset: int,
+    strides: Shape,
+    part: Box,
+    target: torch.Tensor,
+    most_bytes: int,
+) -> None:
+    """Fill `target` with `part`: by one read of all bytes between its first and last element, else by halves."""
+    if not part.numel:
+        return
+    reach = [(size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)]
+    start = offset + sum(at * stride for at, stride in zip(part.offsets, strides, strict=True))
+    numel = sum(reach) + 1
+    if numel == part.numel and target.is_contiguous() and target.dtype == dtype and _is_row_major(part, strides):
+        _read(storage, start * dtype.itemsize, memory_of(target))
+    elif numel * dtype.itemsize <= most_bytes or part.numel == 1:
+        read = torch.empty(numel, dtype=dtype)
+        _read(storage, start * dtype.itemsize, memory_of(read))
+        target.copy_(read.as_strided(part.sizes, strides))
+    else:
+        dim = max(range(len(reach)), key=reach.__getitem__)
+        half = part.sizes[dim] // 2
+        for extent in (Extent(0, half), Extent(half, part.sizes[dim] - half)):
+            below = part.narrowed(dim, extent)
+            _read_strided(storage, dtype, offset, strides, below, target[below.within(part)], most_bytes)
 
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`: by one read of all bytes between its first and last element, else by halves."""
-        if not part.numel:
-            return
-        dtype = DTYPES[self.spec.dtype]
-        reach = [(size - 1) * stride for size, stride in zip(part.sizes, self.strides, strict=True)]
-        start = self.offset + sum(at * stride for at, stride in zip(part.offsets, self.strides, strict=True))
-        numel = sum(reach) + 1
-        if numel == part.numel and target.is_contiguous() and target.dtype == dtype and self._is_row_major(part):
-            self._read(start * dtype.itemsize, memory_of(target))
-        elif numel * dtype.itemsize <= most_bytes or part.numel == 1:
-            read = torch.empty(numel, dtype=dtype)
-            self._read(start * dtype.itemsize, memory_of(read))
-            target.copy_(read.as_strided(part.sizes, self.strides))
-        else:
-            dim = max(range(len(reach)), key=reach.__getitem__)
-            half = part.sizes[dim] // 2
-            for extent in (Extent(0, half), Extent(half, part.sizes[dim] - half)):
-                below = part.narrowed(dim, extent)
-                self.read_into(below, target[below.within(part)], most_bytes)
 
-    def _is_row_major(self, part: Box) -> bool:
-        inner = 1
-        for size, stride in zip(reversed(part.sizes), reversed(self.strides), strict=True):
-            if size > 1 and stride != inner:
-                return False
-            inner *= size
-        return True
+def _is_row_major(part: Box, strides: Shape) -> bool:
+    inner = 1
+    for size, stride in zip(reversed(part.sizes), reversed(strides), strict=True):
+        if size > 1 and stride != inner:
+            return False
+        inner *= size
+    return True
 
-    def _read(self, start: int, into: memoryview) -> None:
-        storage = self.storage
-        if start + len(into) > storage.nbytes:
-            raise CheckpointError(f"{storage.file.name}: a tensor lies outside of its storage")
-        read_exactly(storage.file, storage.start + start, into)
+
+def _read(storage: Storage, start: int, into: memoryview) -> None:
+    if start + len(into) > storage.nbytes:
+        raise CheckpointError(f"{storage.file.name}: a tensor lies outside of its storage")
+    read_exactly(storage.file, storage.start + start, into)
 
 
 class Range(Readable):
@@ -128,7 +131,6 @@ class Range(Readable):
         self.name, self.nbytes, self.file, self.start = file.name, nbytes, file, start
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
         if start + len(into) > self.nbytes:
             raise EOFError
         self.file.read_into(self.start + start, into)
@@ -165,11 +167,9 @@ class _Stream(io.RawIOBase):
 
 
 class TorchFile:
-    """A file of `torch.save`. Its `tree` holds the values, with `Strided` in the place of tensors.
+    """A file of `torch.save`. Its `tree` holds the values, with `Lazy` tensors in the place of tensors.
 
-    Args:
-        file: the file.
-        stubs: top-level packages whose classes become inert objects.
+    The classes of the top-level packages `stubs` become inert objects.
 
     Raises:
         CheckpointError: it is no such file, or names an unknown class or function.
@@ -222,13 +222,11 @@ class TorchFile:
         return start, info.file_size
 
     def storage(self, dtype: torch.dtype, key: str) -> Storage:
-        """Returns the storage `key`."""
         if key not in self._storages:
             self._storages[key] = Storage(self._file, *self._record(f"data/{key}"), dtype)
         return self._storages[key]
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
         self._file.close()
 
@@ -267,13 +265,13 @@ class _Unpickler(Unpickler):
             raise CheckpointError(f"{self._where} refers to {str(pid)[:100]}, which is no storage")
         return self._of.storage(dtype, key)
 
-    def _tensor(self, storage: Storage, offset: int, size: Any, stride: Any, *_: object) -> Strided:
+    def _tensor(self, storage: Storage, offset: int, size: Any, stride: Any, *_: object) -> Lazy:
         return self._strided(storage, storage.dtype, offset, size, stride)
 
-    def _tensor_of_bytes(self, storage: Storage, offset: int, size: Any, stride: Any, *others: Any) -> Strided:
+    def _tensor_of_bytes(self, storage: Storage, offset: int, size: Any, stride: Any, *others: Any) -> Lazy:
         return self._strided(storage, others[2], offset, size, stride)
 
-    def _strided(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Strided:
+    def _strided(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Lazy:
         shape, strides = tuple(size), tuple(stride)
         are_numbers = all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))
         if not are_numbers or len(shape) != len(strides):
@@ -285,15 +283,15 @@ class _Unpickler(Unpickler):
             raise CheckpointError(
                 f"{self._where} has a tensor of {last} elements in a storage of {storage.nbytes} bytes"
             )
-        return Strided(storage, Spec(dtype_name(dtype, self._where), shape), offset, strides)
+        return strided(storage, Spec(dtype_name(dtype, self._where), shape), offset, strides)
 
-    def _parameter(self, data: Strided, *_: object) -> Strided:
+    def _parameter(self, data: Lazy, *_: object) -> Lazy:
         return data
 
-    def _subclass(self, rebuild: Any, kind: object, args: tuple[Any, ...], _: object) -> Strided:
+    def _subclass(self, rebuild: Any, kind: object, args: tuple[Any, ...], _: object) -> Lazy:
         if kind not in ("Parameter", "Buffer", "Tensor") or rebuild not in (self._tensor, self._tensor_of_bytes):
             raise CheckpointError(f"{self._where} has a tensor of a class of its own; save it as a plain tensor")
-        tensor: Strided = rebuild(*args)
+        tensor: Lazy = rebuild(*args)
         return tensor
 
     def _encode(self, text: str, encoding: str) -> bytes:
@@ -346,14 +344,6 @@ class _Reference:
     pending: PendingTensor
     key: str
 
-    def persistent_id(self) -> tuple[object, ...]:
-        """Returns the tuple that `torch.load` expects."""
-        spec = self.pending.spec
-        dtype = DTYPES[spec.dtype]
-        if dtype not in _STORAGE_OF:
-            return "storage", torch.UntypedStorage, self.key, "cpu", spec.nbytes
-        return "storage", getattr(torch, _STORAGE_OF[dtype]), self.key, "cpu", spec.nbytes // dtype.itemsize
-
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: BinaryIO) -> None:
@@ -361,7 +351,12 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[int, _Reference] = {}
 
     def persistent_id(self, of: Any) -> object:
-        return of.persistent_id() if isinstance(of, _Reference) else None
+        if not isinstance(of, _Reference):
+            return None
+        nbytes, dtype = of.pending.spec.nbytes, DTYPES[of.pending.spec.dtype]
+        if dtype not in _STORAGE_OF:
+            return "storage", torch.UntypedStorage, of.key, "cpu", nbytes
+        return "storage", getattr(torch, _STORAGE_OF[dtype]), of.key, "cpu", nbytes // dtype.itemsize
 
     def reducer_override(self, of: Any) -> Any:
         """Returns the call that makes a tensor of a storage."""

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
+from sherd.checkpoint.encoding import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
+from sherd.layout.boxes import Box, spans, whole
 from sherd.storage.places import Disk, Readable, mode_of, read_file
-from sherd.tools.convert.contents import MODEL, Contents, Read, Reshaped, Source, Spec
-from sherd.tools.convert.of_torch import Strided, TorchFile, opened, save_file
+from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec
+from sherd.tools.convert.of_torch import TorchFile, opened, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
 
 FORMAT = "universal"
@@ -44,8 +45,6 @@ _MISSING = object()
 
 
 class _Files(ExitStack):
-    """The open files of a checkpoint."""
-
     def tree(self, path: Path) -> Mapping[str, Any]:
         """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
         file = opened(path, stubs=("deepspeed",))
@@ -151,7 +150,7 @@ def read(path: Path) -> Source:
                 value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
                 if value is _MISSING:
                     raise _Wrong(f"{name}/{file.name} has no param")
-                if isinstance(value, Strided) and len(value.spec.shape) == 1 and name in shapes:
+                if isinstance(value, Lazy) and len(value.spec.shape) == 1 and name in shapes:
                     value = _shaped(value, shapes[name], name)
                 if file.stem == "fp32":
                     tensors[name] = value
@@ -162,11 +161,19 @@ def read(path: Path) -> Source:
         return contents.source(FORMAT, files.close)
 
 
-def _shaped(vector: Strided, shape: Any, name: str) -> Reshaped:
+def _shaped(vector: Lazy, shape: Any, name: str) -> Lazy:
     """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
         raise _Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
-    return Reshaped(vector, tuple(shape))
+    spec = Spec(vector.spec.dtype, tuple(shape))
+
+    def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        most = max(most_bytes // DTYPES[spec.dtype].itemsize, 1)
+        for span in spans(whole(spec.shape), part, most) if part.numel else ():
+            read = vector.part(Box((span.start,), (span.box.numel,)), most_bytes)
+            target[span.wanted.within(part)] = read.view(span.box.sizes)[span.wanted.within(span.box)]
+
+    return Lazy(spec, read_into)
 
 
 def _with_settings(
@@ -217,7 +224,6 @@ class _Training:
         return next(iter(self.states.values())).keys() - {"fp32"}
 
     def notes(self) -> Iterator[str]:
-        """Yields what a user of DeepSpeed should know."""
         if self.without:
             yield f"{in_short(sorted(self.without), 4)}: without state, so DeepSpeed cannot train them from here"
         if self.keys != _KEYS_OF_ZERO3:

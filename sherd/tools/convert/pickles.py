@@ -34,7 +34,6 @@ class Inert(metaclass=_Sealed):
     state: Any
 
     def __new__(cls, *args: Any) -> Inert:
-        """Returns an object that keeps its arguments."""
         instance = super().__new__(cls)
         instance.__setstate__(None, args)
         return instance
@@ -53,7 +52,6 @@ class Inert(metaclass=_Sealed):
 
 
 def inert(name: str) -> type[Inert]:
-    """Returns a class of inert objects called `name`."""
     return cast("type[Inert]", _Sealed(name, (Inert,), {"__slots__": ()}))
 
 

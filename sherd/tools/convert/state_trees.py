@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
-from sherd.checkpoint.tree import decoded, encoded
+from sherd.checkpoint.encoding import DTYPES, decoded, dtype_name, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import whole
 from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, Source, Spec
@@ -23,16 +22,8 @@ SETTINGS = "param_to_group_meta"
 """The key of each parameter's settings, which Megatron-FSDP has instead of groups."""
 
 
-def is_lazy(value: object) -> bool:
-    """Returns whether `value` is a `Lazy` tensor."""
-    return hasattr(value, "read_into")
-
-
 def in_memory(lazy: Lazy) -> torch.Tensor:
-    """Returns the whole tensor."""
-    target = torch.empty(lazy.spec.shape, dtype=DTYPES[lazy.spec.dtype])
-    lazy.read_into(whole(lazy.spec.shape), target, max(target.nbytes, 1))
-    return target
+    return lazy.part(whole(lazy.spec.shape), max(lazy.spec.nbytes, 1))
 
 
 class Collected:
@@ -45,45 +36,40 @@ class Collected:
         self.notes: list[str] = []
         self.step: int | None = None
 
-    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> Source:
-        """Returns the source with these contents."""
+    def source(self, format: str, close: Callable[[], None]) -> Source:
         rest = Contents({}, self.aliases, self.values, self.step)
-        return Source(format, self.tensors, rest, close, self.notes, pieces)
+        return Source(format, self.tensors, rest, close, self.notes)
 
     def encode(self, value: object, path: str) -> Any:
         """Returns `value` as JSON, and adds its tensors, but those without dims, to the contents."""
         lazies: dict[int, Lazy] = {}
         keep_alive: list[torch.Tensor] = []
 
-        def with_tensors(tree: Any) -> Any:
-            """Returns `tree` with empty tensors for lazy ones, which `encoded` does not know."""
-            if is_lazy(tree):
-                if not tree.spec.shape:
-                    return in_memory(tree)
-                empty = torch.empty(tree.spec.shape, dtype=DTYPES[tree.spec.dtype], device="meta")
-                keep_alive.append(empty)
-                lazies[id(empty)] = tree
-                return empty
-            if isinstance(tree, Mapping):
-                return {key: with_tensors(value) for key, value in tree.items()}
-            if isinstance(tree, list | tuple):
-                return type(tree)(map(with_tensors, tree))
-            return tree
+        def as_tensor(leaf: object) -> object:
+            """Returns an empty tensor for a lazy one, which `encoded` does not know."""
+            if not isinstance(leaf, Lazy):
+                return leaf
+            if not leaf.spec.shape:
+                return in_memory(leaf)
+            empty = torch.empty(leaf.spec.shape, dtype=DTYPES[leaf.spec.dtype], device="meta")
+            keep_alive.append(empty)
+            lazies[id(empty)] = leaf
+            return empty
 
         def keep(name: str, tensor: torch.Tensor) -> None:
-            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _InMemory(tensor)
+            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _lazy(tensor)
 
-        return encoded(with_tensors(value), path, keep)
+        return encoded(_changed(value, as_tensor), path, keep)
 
     def add_model(self, state: Mapping[Any, Any], item: str = MODEL) -> None:
         """Add a model's state dict. Further names of a tensor become aliases of its first name."""
         self.values[item] = {"kind": "module"}
         seen: dict[object, str] = {}
         for name, value in _flat(state):
-            if not is_lazy(value):
+            if not isinstance(value, Lazy):
                 self.notes.append(f"{item}/{name} is left out: it is no tensor")
                 continue
-            same = value.same_memory() if hasattr(value, "same_memory") and value.spec.nbytes else None
+            same = value.memory if value.spec.nbytes else None
             if same in seen:
                 self.aliases[f"{item}/{name}"] = seen[same]
             else:
@@ -107,25 +93,29 @@ class Collected:
         self.values[item] = {"kind": "optimizer", GROUPS: encoded_groups, STATE: kept}
 
     def add_state(self, item: str, value: object) -> None:
-        """Add any other item."""
         if item in self.values:
             raise CheckpointError(f"two parts of the checkpoint are called {item}")
         kind = "state" if isinstance(value, Mapping) else "value"
         self.values[item] = {"kind": kind, kind: self.encode(value, item)}
 
 
-@dataclass(frozen=True)
-class _InMemory:
-    """A tensor in memory."""
+def _changed(tree: Any, change: Callable[[object], object]) -> Any:
+    """Returns `tree` with its leaves changed: all but dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        return {key: _changed(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_changed(value, change) for value in tree)
+    return change(tree)
 
-    tensor: torch.Tensor
 
-    @property
-    def spec(self) -> Spec:
-        return Spec(dtype_name(self.tensor.dtype, "a tensor"), tuple(self.tensor.shape))
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return Spec(dtype_name(tensor.dtype, "a tensor"), tuple(tensor.shape))
 
-    def read_into(self, part: Any, target: torch.Tensor, most_bytes: int) -> None:
-        target.copy_(self.tensor[part.within(whole(self.spec.shape))])
+
+def _lazy(tensor: torch.Tensor) -> Lazy:
+    """Returns a tensor in memory as a lazy one."""
+    box = whole(tuple(tensor.shape))
+    return Lazy(_spec_of(tensor), lambda part, target, _: target.copy_(tensor[part.within(box)]))
 
 
 def _flat(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -148,7 +138,7 @@ def collected(tree: Any, where: str) -> Collected:
         raise CheckpointError(f"{where} holds a {type(tree).__name__} where a dict is expected")
     model, optimizer = _key_of(tree, MODELS), _key_of(tree, OPTIMIZERS)
     within = [value for value in tree.values() if isinstance(value, Mapping)]
-    bare = {name: value for name, value in tree.items() if is_lazy(value) and name not in STEPS}
+    bare = {name: value for name, value in tree.items() if isinstance(value, Lazy) and name not in STEPS}
     if model is None and not bare and len(within) == 1 and _key_of(within[0], MODELS) is not None:
         return collected(within[0], where)  # such as {"app": {"model": ..., "optimizer": ...}}
     contents = Collected()
@@ -166,8 +156,8 @@ def collected(tree: Any, where: str) -> Collected:
     for name, value in tree.items():
         if name in (model, optimizer) or (model is None and name in bare):
             continue
-        if name in STEPS and (is_lazy(value) or type(value) is int):
-            contents.step = int(in_memory(value)) if is_lazy(value) else value
+        if name in STEPS and (isinstance(value, Lazy) or type(value) is int):
+            contents.step = int(in_memory(value)) if isinstance(value, Lazy) else value
         else:
             contents.add_state(str(name), value)
     return contents
@@ -260,7 +250,7 @@ def _named(
 
 def _require_shapes(state: Mapping[Any, Any], spec: Spec, name: str, where: str) -> None:
     for key, value in state.items():
-        if is_lazy(value) and str(key).startswith("exp_avg") and value.spec.shape != spec.shape:
+        if isinstance(value, Lazy) and str(key).startswith("exp_avg") and value.spec.shape != spec.shape:
             raise CheckpointError(
                 f"{where}: by its number {key} of shape {value.spec.shape} is of {name}, which has {spec.shape}; the "
                 "optimizer has its parameters in another order, so save its state by name"
@@ -282,10 +272,7 @@ class PendingTensor:
 def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
     """Returns the nested state dicts of `contents`, with `PendingTensor` in the place of tensors.
 
-    Args:
-        contents: what a checkpoint holds.
-        numbered: an optimizer's parameters get numbers, as in `Optimizer.state_dict`, and their names are under
-            "param_names".
+    If `numbered`, an optimizer's parameters have numbers, as in `Optimizer.state_dict`, and names in "param_names".
     """
     pending = {name: PendingTensor(spec, name) for name, spec in contents.tensors.items()}
     pending |= {alias: pending[name] for alias, name in contents.aliases.items()}
@@ -328,14 +315,10 @@ def references(value: Any) -> set[str]:
 
 
 def _decoded(value: Any, pending: Mapping[str, PendingTensor]) -> Any:
-    def with_pending(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return PendingTensor(_InMemory(tree).spec, value=tree)
-        if isinstance(tree, Mapping):
-            return {key: with_pending(value) for key, value in tree.items()}
-        return type(tree)(map(with_pending, tree)) if isinstance(tree, list | tuple) else tree
+    def as_pending(leaf: object) -> object:
+        return PendingTensor(_spec_of(leaf), value=leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    return with_pending(decoded(value, pending.__getitem__))
+    return _changed(decoded(value, pending.__getitem__), as_pending)
 
 
 def _optimizer_tree(

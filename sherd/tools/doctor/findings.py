@@ -37,7 +37,6 @@ def failed(section: str, name: str, value: object, remedy: str) -> Finding:
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """Returns the worst verdict."""
     verdicts = {finding.verdict for finding in findings}
     return FAILURE if FAILURE in verdicts else WARNING if WARNING in verdicts else OK
 
@@ -48,7 +47,6 @@ def exit_code(findings: Sequence[Finding], strict: bool) -> int:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Returns all findings as one line of JSON."""
     return json.dumps({"verdict": worst(findings), "findings": [asdict(finding) for finding in findings]})
 
 

@@ -94,13 +94,7 @@ def _record_of(file: Path) -> Record:
     try:
         said = json.loads(read_file(file))
         meshes = [
-            MeshLog(
-                mesh["mesh"],
-                tuple(mesh["ranks"]),
-                mesh["waits_s"],
-                mesh["wants"],
-                {started["number"]: _made(StartedCollective, started) for started in mesh["collectives"]},
-            )
+            _made(MeshLog, {**mesh, "ranks": tuple(mesh["ranks"]), "collectives": _started(mesh["collectives"])})
             for mesh in said["meshes"]
         ]
         return _made(Record, {**said, "meshes": meshes})
@@ -108,7 +102,11 @@ def _record_of(file: Path) -> Record:
         raise InputError(f"{file} is no flight record: {type(error).__name__} {error}") from error
 
 
-Made = TypeVar("Made", StartedCollective, Record)
+def _started(said: Sequence[Mapping[str, Any]]) -> dict[int, StartedCollective]:
+    return {started["number"]: _made(StartedCollective, started) for started in said}
+
+
+Made = TypeVar("Made", StartedCollective, MeshLog, Record)
 
 
 def _made(kind: type[Made], said: Mapping[str, Any]) -> Made:
@@ -116,7 +114,6 @@ def _made(kind: type[Made], said: Mapping[str, Any]) -> Made:
 
 
 def judged(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields findings on `records`, which are of one job."""
     first = min(records, key=lambda record: record.time)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     yield Finding("record", "job", f"{first.job}, {when}: {len(records)} of {first.num_ranks} ranks have a record")

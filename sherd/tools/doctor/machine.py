@@ -34,7 +34,6 @@ def of_the_machine(num_ranks: int, threads: int) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Yields the versions of Python, torch, sherd and the system."""
     python = platform.python_version()
     old = "" if sys.version_info >= OLDEST_PYTHON else "sherd needs Python 3.10 or newer"
     yield failed("environment", "python", python, old)
@@ -93,7 +92,6 @@ VARIABLES: Mapping[str, Callable[[str], str]] = {
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields the environment variables that are set and matter."""
     for name, judge in VARIABLES.items():
         if name in environment:
             yield warned("environment", name, environment[name] or "(empty)", judge(environment[name]))
@@ -104,7 +102,6 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
-    """Yields the cores that this process may use, and the threads of all ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if quota and quota[0].isdigit():
@@ -121,7 +118,6 @@ def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
 
 
 def memory(num_ranks: int) -> Iterator[Finding]:
-    """Yields the free host memory and /dev/shm, and the limits of this process."""
     free, total = host_memory()
     if total:
         remedy = (
@@ -168,7 +164,6 @@ def limits(num_ranks: int) -> Iterator[Finding]:
 
 
 def devices(num_ranks: int) -> Iterator[Finding]:
-    """Yields the accelerators of this machine."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         yield Finding("accelerators", "accelerator", "none; ranks compute on the CPU")

@@ -57,7 +57,6 @@ def who() -> Iterator[Finding]:
 
 
 def device() -> torch.device:
-    """Returns the device of this rank."""
     device_type = accelerator()
     if device_type is None:
         return torch.device("cpu")
@@ -181,8 +180,6 @@ def timeouts(trainers_s: float) -> Iterator[Finding]:
 
 
 class _Tiny(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sherd.api.fully_shard import fully_shard
+from sherd.comm.agreement import Failure, on_all_ranks
 from sherd.comm.groups import default_group
 from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
 from sherd.engine import Unit
@@ -338,18 +339,13 @@ def _agreed(what: str, action: Callable[[], T]) -> T:
     Raises:
         SherdError: on all ranks, if `action` raised an error on a rank.
     """
-    value, own, failure = None, None, None
-    try:
-        value = action()
-    except Exception as error:
-        known = isinstance(error, SherdError)
-        text = str(error.args[0]) if known else f"{WHAT}: {what} failed on rank {dist.get_rank()}: {error!r}"
-        own, failure = error, (type(error) if known else StateError, text)
-    for of_rank in all_gather_objects(failure, WHAT):
-        if of_rank is not None:
-            error_class, text = of_rank
-            raise error_class(text) from own
-    return value  # type: ignore[return-value]
+
+    def failure_of(error: Exception) -> Failure:
+        if isinstance(error, SherdError):
+            return type(error), str(error.args[0])
+        return StateError, f"{WHAT}: {what} failed on rank {dist.get_rank()}: {error!r}"
+
+    return on_all_ranks(action, WHAT, failure_of)
 
 
 @contextmanager

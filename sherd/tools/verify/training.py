@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd.api.unsharded import unsharded
+from sherd.checkpoint.catalog import without_wrappers
 from sherd.errors import PolicyError, PolicyTypeError
 from sherd.tensor.structures import map_tensors, tensors_in
-from sherd.wrap.names import plain_name
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, object], Tensor]
@@ -216,7 +216,7 @@ def plainly_named(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Returns modules or tensors by their names in the plain model. A wrapper comes before the module inside."""
     plainly: dict[str, T] = {}
     for path, value in named:
-        plainly.setdefault(".".join(part for part in plain_name(path).split(".") if part != "_orig_mod"), value)
+        plainly.setdefault(without_wrappers(path), value)
     return plainly
 
 

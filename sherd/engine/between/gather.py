@@ -1,4 +1,4 @@
-"""Parameters gathered for a reader, outside forward and backward: several in one collective, in any dtype.
+"""Parameters gathered outside forward and backward, for a reader or a user: several in one collective, in any dtype.
 
 ranks share memory                shards ──────────────────────────────────▶ unsharded buffer
 rows are the unsharded buffer     shards ──copied──▶ own part of the rows ──▶ rows
@@ -8,7 +8,7 @@ else                              shards ──copied──▶ own part of the r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -18,7 +18,9 @@ from sherd.comm.failures import announced
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
-from sherd.engine import ShardedParameter, copy_out, fetch_into
+from sherd.engine.moves.buffer_views import copy_out, tensor_in
+from sherd.engine.state.fetching import fetch_into
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
@@ -33,16 +35,25 @@ _ALONE_BYTES = 1 << 20
 """Without streams and shared memory, unsharded tensors of at least this size are gathered straight into place."""
 
 
-class Memory:
-    """The memory that parameters are gathered into. Each tensor belongs to its holder.
+class Gatherer:
+    """Gathers parameters into memory of its own. Each tensor in the memory belongs to its holder.
 
     In host memory a buffer is used again once no tensor in it is alive: to map new memory takes as long as to fill
     it. A buffer has `usual_bytes`, or more if it must, or a power of two of bytes if that is less.
     """
 
-    def __init__(self, usual_bytes: int) -> None:
+    def __init__(self, usual_bytes: int = 0) -> None:
         self._usual_bytes = usual_bytes
         self._buffers: list[tuple[Buffer, int]] = []
+
+    def gathering(self, lines: Sequence[Line], what: str = "") -> Gathering:
+        """Returns the gathering of `lines`, to be started, with the words for it in errors."""
+        return Gathering(lines, self, what)
+
+    @staticmethod
+    def goes_by_itself(mesh: DataMesh) -> bool:
+        """Returns whether a collective goes on while the host works, without streams. Ranks that share memory copy."""
+        return streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
 
     def take(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
         """Returns tensors of `numels` elements, 1-D and uninitialised, that share one buffer of their own."""
@@ -79,14 +90,41 @@ def _packing(cuts: tuple[Cut, ...], num_ranks: int) -> Packing:
 
 
 class Line:
-    """Parameters in one packing, and their unsharded buffer, which is set once there is memory for it."""
+    """Parameters in one packing, and their unsharded buffer, which is set once there is memory for it.
 
-    def __init__(self, records: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+    `shard_buffer` has what is gathered, packed as the shards of a group are. None: the shards themselves.
+    """
+
+    def __init__(
+        self, records: Sequence[ShardedParameter], dtype: torch.dtype, shard_buffer: torch.Tensor | None = None
+    ) -> None:
         self.records = records
         self.mesh = mesh = records[0].mesh
         self.dtype = dtype
         self.packing = _packing(tuple(record.cut for record in records), mesh.num_pieces)
         self.unsharded: torch.Tensor | None = None
+        self._shard_buffer = shard_buffer
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, tuple[ShardedParameter, torch.dtype]]) -> dict[str, tuple[Line, int]]:
+        """Returns for each parameter in `wanted`, with the dtype to send, its line and its number in the line.
+
+        Parameters with an all-gather of their own, which no line holds, are left out.
+        """
+        together: dict[object, list[str]] = {}
+        for name, (record, dtype) in wanted.items():
+            if not cls.gathers_itself(record):
+                together.setdefault(_line_of(record, dtype), []).append(name)
+        places: dict[str, tuple[Line, int]] = {}
+        for members in together.values():
+            line = cls([wanted[name][0] for name in members], wanted[members[0]][1])
+            places |= {name: (line, index) for index, name in enumerate(members)}
+        return places
+
+    @staticmethod
+    def gathers_itself(record: ShardedParameter) -> bool:
+        """Returns whether the parameter is of a tensor subclass with its own all-gather."""
+        return hasattr(record.resting, "fsdp_pre_all_gather")
 
     @property
     def destination(self) -> torch.Tensor:
@@ -108,6 +146,8 @@ class Line:
 
     def shards(self) -> list[torch.Tensor]:
         """Returns this rank's shards, 1-D."""
+        if self._shard_buffer is not None:
+            return [self._shard_buffer[extent.start : extent.stop] for extent in self.held()]
         return [record.local.detach().reshape(-1) for record in self.records]
 
     def in_order(self) -> Iterator[torch.Tensor]:
@@ -124,59 +164,72 @@ class Line:
 
     def part(self, index: int) -> torch.Tensor:
         """Returns parameter `index`, a view of the unsharded buffer. Tensor-parallel axes are not gathered."""
-        slot = self.packing.slots[index]
-        start = slot.unsharded.start
-        return self.destination[start : start + slot.cut.numel].view(slot.cut.shape)
+        return tensor_in(self.destination, self.packing.slots[index])
 
 
 class Gathering:
-    """Lines of one `way_of`, gathered together.
+    """Lines that are gathered together, by one collective for all lines of one `_way_of`.
 
     All ranks of the axes that the lines are cut over make, start and wait for gatherings in the same order.
     """
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self._lines = lines
-        self._mesh = lines[0].mesh
+    def __init__(self, lines: Sequence[Line], gatherer: Gatherer, what: str) -> None:
+        self._gatherer, self._what = gatherer, what
+        ways: dict[object, list[Line]] = {}
+        for line in lines:
+            ways.setdefault(_way_of(line), []).append(line)
+        self._ways = list(ways.values())
         self._rows: dict[Line, torch.Tensor] = {}
-        self._handoff: Handoff | None = None
+        self._handoffs: list[Handoff] = []
 
-    def start(self, rows: Mapping[Line, torch.Tensor]) -> None:
-        """Start the collectives, behind compute's queue.
+    def start(self) -> None:
+        """Start the collectives, behind compute's queue."""
+        lines = [line for of_way in self._ways for line in of_way]
+        self._give_memory([line for line in lines if line.lands_in_place])
+        later = [line for line in lines if not line.lands_in_place]
+        self._rows = self._taken(later, [line.packing.gathered_numel for line in later])
+        for of_way in self._ways:
+            mesh, numel = of_way[0].mesh, sum(line.packing.gathered_numel for line in of_way)
+            lane = streams_for(mesh.device).gather
+            lane.follow_compute()
+            with announced(mesh.piece_groups, self._what or f"gathers {numel} elements to give them out", is_rare=True):
+                self._handoffs.append(lane.run(partial(self._send, of_way)))
 
-        `rows`: for each line that does not land in place, memory for its `gathered_numel` elements.
-        """
-        self._rows = {line: rows[line] for line in self._lines if line in rows}
-        lane = streams_for(self._mesh.device).gather
-        lane.follow_compute()
-        numel = sum(line.packing.gathered_numel for line in self._lines)
-        with announced(self._mesh.piece_groups, f"gathers {numel} elements to give them out", is_rare=True):
-            self._handoff = lane.run(self._send)
+    def _taken(self, lines: Sequence[Line], numels: Sequence[int]) -> dict[Line, torch.Tensor]:
+        if not lines:
+            return {}
+        taken = self._gatherer.take(numels, [line.dtype for line in lines], lines[0].mesh.device)
+        return dict(zip(lines, taken, strict=True))
 
-    def _send(self, async_op: bool) -> Pending | None:
-        transport = self._mesh.shard_transport
-        if self._lines[0].goes_onto:
-            onto = _Onto(self._lines)
+    def _give_memory(self, lines: Sequence[Line]) -> None:
+        for line, unsharded in self._taken(lines, [line.packing.unsharded_numel for line in lines]).items():
+            line.unsharded = unsharded
+
+    def _send(self, lines: Sequence[Line], async_op: bool) -> Pending | None:
+        transport = lines[0].mesh.shard_transport
+        if lines[0].goes_onto:
+            onto = _Onto(lines)
             return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
         arguments = []
-        for line in self._lines:
-            rows = self._rows.get(line)
-            rows = line.destination if rows is None else rows
+        for line in lines:
+            rows = line.destination if line.lands_in_place else self._rows[line]
             arguments.append(_sent(line, rows[: line.packing.gathered_numel]))
         all_rows, shards, sizes = zip(*arguments, strict=True)
         return transport.all_gather_several(all_rows, shards, sizes, async_op)
 
     def wait(self) -> None:
-        """Order compute after the collective. Then the shards may be written again. Raises CommError."""
-        assert self._handoff is not None, "it was started"
-        self._handoff.wait()
-        if any(record.local.device != self._mesh.device for line in self._lines for record in line.records):
-            self._handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
+        """Order compute after the collectives. Then the shards may be written again. Raises CommError."""
+        for handoff, lines in zip(self._handoffs, self._ways, strict=True):
+            handoff.wait()
+            if any(record.local.device != line.mesh.device for line in lines for record in line.records):
+                handoff.wait_on_host()  # the host may write to shards in its memory as soon as this returns
 
     def copy_out(self) -> None:
         """Fill the unsharded buffers of lines that did not land in place."""
+        self._give_memory(list(self._rows))
         for line, rows in self._rows.items():
             copy_out(line.packing, line.destination)(rows)
+        self._rows = {}
 
 
 class _Onto:
@@ -245,29 +298,20 @@ def _in_place(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: 
     return first.as_strided((numel,), (1,), start)
 
 
-def way_of(line: Line) -> object:
-    """Returns a key that is equal for lines of one `Gathering`."""
+def _way_of(line: Line) -> object:
+    """Returns a key that is equal for lines that one collective gathers."""
     mesh = line.mesh
     return (mesh.shard_transport, line.goes_onto and (mesh.num_pieces, mesh.piece, line.dtype))
 
 
-def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
+def _line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
     """Returns a key that is equal for parameters of one `Line` of `dtype`."""
     mesh = record.mesh
     # Units have meshes of their own, over the same groups.
     ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
     # Without shared memory the host would copy a large tensor out of the rows, which takes longer than a message.
-    alone = id(record) if goes_by_itself(mesh) and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
+    is_large = record.shape.numel() * dtype.itemsize >= _ALONE_BYTES
+    alone = id(record) if Gatherer.goes_by_itself(mesh) and is_large else None
     # Tensors cut into runs fit one line only if one plan has cut them.
     plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
     return ways, dtype, plan
-
-
-def goes_by_itself(mesh: DataMesh) -> bool:
-    """Returns whether a collective goes on while the host works, without streams. Ranks that share memory copy."""
-    return streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
-
-
-def gathers_itself(record: ShardedParameter) -> bool:
-    """Returns whether the parameter is of a tensor subclass with its own all-gather, which no `Line` holds."""
-    return hasattr(record.resting, "fsdp_pre_all_gather")
