@@ -181,7 +181,13 @@ def test_a_list_stands_as_the_sites_markdown_wants_it():
 
 
 def test_commands_with_comments_fit_the_site_at_1280_pixels():
-    for name in ("README.md", "docs/look_up/config.md", "docs/index.md", "docs/do/recipes.md"):
+    for name in (
+        "README.md",
+        "docs/look_up/config.md",
+        "docs/index.md",
+        "docs/do/snippets.md",
+        "docs/do/other_packages.md",
+    ):
         assert [line for line in read(name).splitlines() if line.startswith("    ") and len(line) > 110] == [], name
 
 
@@ -309,7 +315,7 @@ def test_every_option_of_the_command_that_the_readme_names_exists(capsys):
 
 
 def test_every_field_of_sherd_train_that_the_table_of_other_tools_names_exists():
-    tables = read("docs/do/recipes.md").partition("\n## Where is X?\n")[2]
+    tables = read("docs/do/other_packages.md").partition("\n## Where is X?\n")[2]
     named = set(re.findall(r"`sherd train [^`]*?\b(\w+)=", tables))
     assert {"micro_batch"} <= named <= set(FIELDS)
 
@@ -320,7 +326,7 @@ def is_adapter(dotted):
 
 
 def names_in_the_questions():
-    return set(re.findall(r"\bsherd(?:\.[A-Za-z_]\w*)+", read("docs/do/how_do_i.md")))
+    return set(re.findall(r"\bsherd(?:\.[A-Za-z_]\w*)+", read("docs/index.md")))
 
 
 def found_by(dotted):
@@ -332,7 +338,7 @@ def found_by(dotted):
 
 
 def test_every_name_and_argument_in_the_questions_exists():
-    page = read("docs/do/how_do_i.md")
+    page = read("docs/index.md")
     assert page.count("? |") > 80
     for dotted in names_in_the_questions():
         assert is_adapter(dotted) or found_by(dotted) is not None

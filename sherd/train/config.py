@@ -36,7 +36,7 @@ RECIPES = {
     "cp": "long_context",
     "pp": "pipeline",
 }
-"""Axes and fields that a program of one's own has, and the recipe that shows it: docs/recipes/NAME.md."""
+"""Axes and fields that a program of one's own has, and the recipe that shows it: examples/recipes/NAME.py."""
 TRACKERS = {
     "tensorboard": "sherd.train.trackers:TensorBoard",
     "wandb": "sherd.train.trackers:WeightsAndBiases",
@@ -199,7 +199,7 @@ def _hint(name: str) -> str:
     """Returns what may be meant by the name of no field."""
     last = name.rpartition(".")[2].replace("-", "_")
     if last in RECIPES:
-        return f"a program of your own has it: docs/recipes/{RECIPES[last]}.md"
+        return f"a program of your own has it: examples/recipes/{RECIPES[last]}.py"
     return did_you_mean(last, FIELDS, "known are " + ", ".join(FIELDS))
 
 
