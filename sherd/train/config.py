@@ -110,7 +110,7 @@ class Config:
     compile: bool = _field(False, "compile each block (torch.compile); the first steps take longer")
     # The run
     steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into minutes")
-    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take time beside")
+    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take more time")
     every: int = _at_least(0, 250, "steps between checkpoints, and between evaluations; 0: at the end only")
     seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")
     device: str = _field("auto", "auto is the accelerator, else cpu", "a type, such as cuda or xpu", str.isidentifier)
