@@ -51,7 +51,7 @@ def on_config(config: MkDocsConfig) -> None:
             navigation.append({section: pages})
         else:
             pages.append({title: (ROOT / "docs" / target).resolve().relative_to(ROOT).as_posix()})
-    config.nav = navigation
+    config.nav = [entry for entry in navigation if all(entry.values())]  # the questions are no pages
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -40,14 +40,14 @@ def users_line(frame: FrameType | None) -> str:
 
 
 def users_call(frame: FrameType | None) -> str:
-    """Returns the name of the function of sherd's or torch's that `users_frame` calls; "" if nobody knows."""
+    """Returns the name of the function of sherd's or torch's that `users_frame` calls; "" if it is not known."""
     name, outermost = "", users_frame(frame)
     for inner in frames_from(frame):
         if inner is outermost:
             break
         if inner.f_code.co_filename.startswith(_LIBRARIES[:2]):
             code = getattr(inner.f_code, "co_qualname", inner.f_code.co_name)
-            name = name if "<" in code or code.startswith("_") else code  # a decorator's, or one that nobody calls
+            name = name if "<" in code or code.startswith("_") else code  # a decorator's, or one that no program calls
     return name
 
 
@@ -71,7 +71,7 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
     The file says which state dict it wants to instances of torch's FSDP only (2.2 to 2.15).
 
     Args:
-        directly: look at the caller of our caller only, not at the whole stack.
+        directly: look at the caller of our caller only, not at the entire stack.
     """
     frame = sys._getframe(2)
     frames = [frame] if directly else frames_from(frame)

@@ -46,7 +46,7 @@ def bound_all_gather(group: dist.ProcessGroup) -> dict[bool, SingleCollective]:
 
 
 def bound_reduce_scatter(group: dist.ProcessGroup) -> dict[bool, SingleCollective]:
-    """Returns, likewise, the method of `group` behind `reduce_scatter_single`, which sums."""
+    """Returns, in the same way, the method of `group` behind `reduce_scatter_single`, which sums."""
     return _bound(getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, ReduceScatterOptions)
 
 
@@ -94,7 +94,7 @@ def named_group(
     `dist.new_group(use_local_synchronization=True)` will not do, for three reasons:
 
     - It derives the name from the number of groups that a rank knows. After one group of only some of the ranks, the
-      others wait under another name for ever.
+      others wait under another name forever.
     - It reuses the name of a destroyed group.
     - Where the default group is bound to a device, NCCL makes a group by splitting the default one, which all ranks
       must do together. Stages of a pipeline, which wait for each other's tensors, would hang.
@@ -124,8 +124,8 @@ def named_group(
 def gloo_on_demand() -> str:
     """Returns the name of a gloo backend that connects two ranks when they first send each other something.
 
-    gloo itself connects all ranks with each other at the start. The start of this one waits for the two ranks beside
-    only. `_Options` and its fields have no public names; torch's own switch is an environment variable,
+    gloo itself connects all ranks with each other at the start. The start of this one waits for its two
+    neighbours only. `_Options` and its fields have no public names; torch's own switch is an environment variable,
     TORCH_GLOO_LAZY_INIT, for all groups of the process (2.11 to 2.15).
     """
 

@@ -101,7 +101,7 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
 def replace_class(tensor: DTensor, tensor_class: type[DTensor], spec: DTensorSpec) -> None:
     """Make a DTensor an instance of a subclass, with `spec`, while it stays the same object.
 
-    `torch.utils.swap_tensors` writes the class likewise, but takes another tensor's hooks and memory with it.
+    `torch.utils.swap_tensors` also writes the class, but takes another tensor's hooks and memory with it.
     """
     tensor.__class__ = tensor_class
     tensor._spec = spec

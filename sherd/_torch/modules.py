@@ -23,7 +23,7 @@ def is_replicated(module: torch.nn.Module) -> bool:
 def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
     """Returns whether torch's own FSDP manages the module.
 
-    Such a module is an FSDP1 wrapper, or has a class of FSDP2, or lies below one of these and has their mark for
+    Such a module is an FSDP1 wrapper, or has a class of FSDP2, or is below one of these and has their mark for
     Dynamo, which has no public name (2.0 to 2.15).
     """
     # The name of the base's module tells without an import of torch's FSDP.

@@ -75,7 +75,7 @@ def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:
             changed = hook(optimizer, args, kwargs)
             if changed is not None:
                 if not (isinstance(changed, tuple) and len(changed) == 2):
-                    raise RuntimeError(f"a step pre-hook returned {changed}; return None, or (args, kwargs) anew")
+                    raise RuntimeError(f"a step pre-hook returned {changed}; return None, or new (args, kwargs)")
                 args, kwargs = changed
         result = step(*args, **kwargs)
         for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):

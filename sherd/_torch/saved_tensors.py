@@ -100,8 +100,8 @@ def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable
     - Hooks that others push over ours are replaced by the result of `around`.
     - `torch.func.grad` and its kin, which refuse to run inside of any hooks, take ours off for as long as they run.
 
-    Nothing public does either (2.11 to 2.15). So three functions of torch are replaced, for the whole process; where no
-    hooks are ours, the replacements do what the originals do.
+    Nothing public does either (2.11 to 2.15). So three functions of torch are replaced, for the entire process; where
+    no hooks are ours, the replacements do what the originals do.
     """
     push, disable, enable = (
         _stack._push_saved_tensors_default_hooks,

@@ -1,6 +1,6 @@
 """Boxes: rectangular parts of a tensor, and how a tensor is cut into them for the files of a checkpoint. Integers only.
 
-A tensor that torch shards needs no list of its pieces: a `Grid` of a few numbers says where each piece is. Any other
+A tensor that torch shards needs no list of its parts: a `Grid` of a few numbers says where each part is. Any other
 tensor has a list.
 """
 
@@ -74,7 +74,7 @@ class GridCut:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor that is cut by `cuts`, one after the other, with its first piece in file number `file`.
+    """A tensor that is cut by `cuts`, one after the other, with its first part in file number `file`.
 
     file 4, cuts dim 0 into 2 with stride 2, dim 1 into 2 with stride 1        | 4 | 5 |
                                                                                | 6 | 7 |
@@ -84,9 +84,9 @@ class Grid:
     cuts: tuple[GridCut, ...] = ()
 
     def pieces(self, shape: Shape, part: Box | None = None) -> Iterator[Piece]:
-        """Yields the pieces that share elements with `part` (None: all), in order."""
+        """Yields the numbers of files, each with a box, that share elements with `part` (None: all), in order."""
         everything = whole(shape)
-        if not everything.numel:  # such a tensor has one piece, the first
+        if not everything.numel:  # such a tensor has one part, the first
             yield self.file, everything
         else:
             yield from _cut(self.file, everything, self.cuts, part or everything)
@@ -198,7 +198,7 @@ def start_of_run(piece: Box, part: Box) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class BoxSpan:
-    """A `box` that is one run of its piece, from element `start` on, and the part of the box that is `wanted`."""
+    """A `box` that is one run of a file's box, from element `start` on, and the part of the box that is `wanted`."""
 
     start: int
     box: Box

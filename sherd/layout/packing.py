@@ -8,7 +8,7 @@ for padding):
                         of an all-gather, the input of a reduce-scatter      | a_1 | b_1 . |
     unsharded buffer    every tensor in its own order, 1-D                   | a_0 a_1 | b_0 . b_1 . |
 
-If the padded pieces of a tensor, one after the other, keep the tensor in order (`Cut.in_order`), the unsharded buffer
+If the padded shards of a tensor, one after the other, keep the tensor in order (`Cut.in_order`), the unsharded buffer
 has the padding too, so that one strided copy per tensor turns the rows into the unsharded buffer.
 
 Tensors cut into runs (`Flat`, `Blocks`, `Owned`): the rows are the unsharded buffer, and nothing has to be copied. A
@@ -138,7 +138,7 @@ class Packing:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """True if the pieces of every tensor, rank after rank, are the tensor: gathered alone it needs no copy."""
+        """True if the shards of every tensor, rank after rank, are the tensor: gathered alone it needs no copy."""
         return all(slot.cut.in_order for slot in self.slots)
 
     @cached_property

@@ -23,7 +23,7 @@ class Placement(Protocol):
     """A rule that cuts a tensor over the ranks of one mesh axis."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """Returns the cut of one tensor over `num_ranks` ranks, with each rank's piece cut once more into `parts`.
+        """Returns the cut of one tensor over `num_ranks` ranks, with each rank's shard cut once more into `parts`.
 
         Raises `PlacementError`, whose message has `name`.
         """
@@ -41,7 +41,7 @@ class Cut:
         rank 0 | row 0 | row 1 |               rank 0 | r0: 0 1 2 | r1: 0 1 2 |
         rank 1 | row 2 |  pad  |               rank 1 | r0: 3 4 . | r1: 3 4 . |
 
-    In the gathered buffer each rank's piece takes `slot` elements, the size of the largest piece: its own elements,
+    In the gathered buffer each rank's shard takes `slot` elements, the size of the largest shard: its own elements,
     then padding. `Copies` and `Runs` have other rows, and no `dim`. Sums over all ranks are computed once, since there
     may be thousands of ranks.
     """
@@ -53,17 +53,17 @@ class Cut:
     dim: int | None = field(default=None, kw_only=True, repr=False)
 
     in_line: ClassVar[bool] = False
-    """True if the tensors of a group form one line, of which each rank holds a run; False if it holds their pieces."""
+    """True if the tensors of a group form one line, of which each rank holds a run; False if it has a shard of each."""
 
     def __post_init__(self) -> None:
         assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
         assert self.first + len(self.ends) <= self.num_ranks, (
-            f"pieces of shape {self.shape} go to ranks that do not exist"
+            f"shards of shape {self.shape} go to ranks that do not exist"
         )
         assert self.ends[-1] == self.view[1], (
-            f"pieces of shape {self.shape} end at {self.ends[-1]}, not at its last element"
+            f"shards of shape {self.shape} end at {self.ends[-1]}, not at its last element"
         )
-        assert all(a <= b for a, b in pairwise((0, *self.ends))), f"pieces go backwards: {self.ends}"
+        assert all(a <= b for a, b in pairwise((0, *self.ends))), f"shards go backwards: {self.ends}"
 
     @cached_property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ class Cut:
 
     @property
     def holders(self) -> range:
-        """The ranks that own a piece; a piece may be empty."""
+        """The ranks that own a shard; a shard may be empty."""
         return range(self.first, self.first + len(self.ends))
 
     def piece(self, rank: int) -> Extent:
@@ -100,7 +100,7 @@ class Cut:
 
     @cached_property
     def in_order(self) -> bool:
-        """True if the ranks' padded pieces, one after the other, begin with the tensor in its own order."""
+        """True if the ranks' padded shards, one after the other, begin with the tensor in its own order."""
         outer, size, _ = self.view
         return outer == 1 and all(rows.start == min(rank * self._most, size) for rank, rows in enumerate(self.rows))
 
@@ -110,7 +110,7 @@ class Cut:
 
     @cached_property
     def unsharded_numel(self) -> int:
-        """Elements of the tensor in the unsharded buffer: with the padding of its pieces if it is cut in order."""
+        """Elements of the tensor in the unsharded buffer: with the padding of its shards if it is cut in order."""
         return self.num_ranks * self.slot if self.in_order else self.numel
 
     @cached_property
@@ -150,7 +150,7 @@ class Copies(Cut):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut on dimension `dim`, counted from the end if negative, as `torch.chunk` cuts. Pieces may be unequal and empty.
+    """Cut on dimension `dim`, counted from the end if negative, as `torch.chunk` cuts. Shards may be unequal and empty.
 
     This is the placement of FSDP2's parameters (`torch.distributed.fsdp.fully_shard`).
     """

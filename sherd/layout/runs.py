@@ -27,7 +27,7 @@ class Runs(Cut):
         rank 3 |
 
     Ranks before `first` and after the last holder hold nothing. With `by_rows` a run has complete rows, and a rank's
-    piece keeps the tensor's other dims; otherwise a piece is 1-D.
+    shard keeps the tensor's other dims; otherwise a shard is 1-D.
     """
 
     by_rows: bool = False
@@ -36,7 +36,7 @@ class Runs(Cut):
 
     in_line: ClassVar[bool] = True
     in_order: ClassVar[bool] = False
-    """A run may begin and end anywhere, so pieces are not padded to one length."""
+    """A run may begin and end anywhere, so shards are not padded to one length."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class Runs(Cut):
         return prod(self.shape[1:])
 
     def local_shape(self, rank: int) -> Shape:
-        """Returns the shape of `rank`'s piece."""
+        """Returns the shape of `rank`'s shard."""
         numel = self.local_numel(rank)
         if not self.by_rows or not self.shape:
             return (numel,)
@@ -79,7 +79,7 @@ class RunPlacement(Protocol):
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Returns True if a rank's piece has complete rows."""
+        """Returns True if a rank's shard has complete rows."""
         ...
 
 
@@ -95,7 +95,7 @@ AnyPlacement = Placement | RunPlacement
 
 @dataclass(frozen=True)
 class Flat:
-    """Cut between any two elements, which takes the fewest bytes. A rank's piece is 1-D. For element-wise optimizers.
+    """Cut between any two elements, which takes the fewest bytes. A rank's shard is 1-D. For element-wise optimizers.
 
     The flat parameters of ZeRO (Rajbhandari et al. 2020) and FSDP1 (Zhao et al. 2023) are cut like this.
 
@@ -147,7 +147,7 @@ class Blocks:
 class Owned:
     """Do not cut: each tensor has one owner. Owners are chosen so that their loads balance.
 
-    For optimizers that need whole matrices: Shampoo (Gupta et al. 2018), Muon (Jordan et al. 2024).
+    For optimizers that need unsharded matrices: Shampoo (Gupta et al. 2018), Muon (Jordan et al. 2024).
     """
 
     owned: ClassVar[bool] = True

@@ -78,7 +78,7 @@ class _Turn:
         running = self.state.running - {unit}
         self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
         if unit in self.state.borrowed or in_use:
-            return  # another unit, or backward, may still need the unit: it is freed when the whole forward ends
+            return  # another unit, or backward, may still need the unit: it is freed when the entire forward ends
         self._release(unit)
 
     def end_forward(self, differentiable: bool) -> None:
@@ -162,7 +162,7 @@ class _Turn:
     def _goes_after_backward(self, unit: int) -> bool:
         """Returns whether `unit` is freed after its backward.
 
-        A companion of another unit is freed when the whole backward ends. A unit whose forward is under way, with a
+        A tied owner of another unit is freed when the entire backward ends. A unit whose forward is under way, with a
         backward inside, is freed after its forward.
         """
         is_needed = unit in self.state.borrowed or unit in self.state.running

@@ -9,7 +9,7 @@ step, and `expected` says which it was.
     a pass of evaluation after it   begin  gather a  gather b  gather c  begin
                                                                          asked for, and known from then on
 
-A place is known by the steps since the pass began and by the whole pass before, so that gradients summed over several
+A place is known by the steps since the pass began and by the entire pass before, so that gradients summed over several
 passes, or an evaluation every so often, are known after their first time.
 """
 

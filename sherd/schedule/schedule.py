@@ -54,7 +54,7 @@ class Schedule:
     def follow(self, event_type: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> Edge:
         """Returns the edge of the event `event_type(*args)`. The caller carries out its actions, in order.
 
-        The event is made only where it is new in the present state: a settled step makes no objects.
+        The event is made only where it is new in the present state: a steady-state step makes no objects.
         """
         assert not kwargs, "an event is looked up by its positional arguments"
         node, key = self._node, (event_type, args)

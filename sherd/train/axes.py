@@ -85,7 +85,7 @@ def _sizes(text: str) -> dict[str, int]:
         name, _, number = (part.strip() for part in word.partition("="))
         if name not in vars(Axes()):
             known = f"write axis=ranks, of {', '.join(vars(Axes()))}"
-            hint = f"a program of your own has it: docs/recipes/{RECIPES[name]}.md" if name in RECIPES else known
+            hint = f"a program of your own has it: examples/recipes/{RECIPES[name]}.py" if name in RECIPES else known
             raise InputError(f"the mesh {text} names {word!r}, which is no axis of sherd train; {hint}")
         if name in sizes:
             raise InputError(f"the mesh {text} names {name} twice; give its ranks once")

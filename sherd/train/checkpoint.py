@@ -39,7 +39,7 @@ class Saver:
 
     Another thread writes while the run goes on. The next save waits for that thread, and so does the end of the `with`
     block, also after an exception. Each method raises NotSaved, on all ranks, if a rank could not write: older
-    checkpoints are still whole then.
+    checkpoints are still complete then.
 
     `text` is the digest of the text that is trained on, and `saved` the step that the run goes on from, 0 for none.
     """
@@ -77,7 +77,7 @@ class Saver:
             raise self._not_saved(error) from error
 
     def settle(self) -> None:
-        """Wait until the save that is under way, if there is one, is whole, and drop all but the last checkpoints."""
+        """Wait until the save under way, if there is one, is complete, and drop all but the last checkpoints."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -104,7 +104,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> Chec
     Raises:
         InputError: there is no undamaged one; or the parameters have other names or shapes.
     """
-    assert checkpoint.folder is not None, "a run's checkpoints lie in a folder"
+    assert checkpoint.folder is not None, "a run's checkpoints are in a folder"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is loaded instead$")  # a note of the run says so

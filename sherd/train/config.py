@@ -34,7 +34,7 @@ RECIPES = {
     "cp": "long_context",
     "pp": "pipeline",
 }
-"""Axes and fields that a program of one's own has, and the recipe that shows it: docs/recipes/NAME.md."""
+"""Axes and fields that a program of one's own has, and the recipe that shows it: examples/recipes/NAME.py."""
 TRACKERS = {
     "tensorboard": "sherd.train.trackers:TensorBoard",
     "wandb": "sherd.train.trackers:WeightsAndBiases",
@@ -87,7 +87,7 @@ class Config:
     compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
     # The run
     steps: int = limited(0, "optimizer steps; 0: as many as fit into minutes", at_least(0))
-    minutes: float = limited(3.0, "of training; start, evaluation and saving take time beside", above(0))
+    minutes: float = limited(3.0, "of training; start, evaluation and saving take more time", above(0))
     every: int = limited(250, "steps between checkpoints, and between evaluations; 0: at the end only", at_least(0))
     seed: int = limited(0, "decides first weights, order of samples and the text sample", at_least(0))
     device: str = limited(
@@ -177,7 +177,7 @@ def _hint(name: str) -> str:
     """Returns what may be meant by the name of no field."""
     last = name.rpartition(".")[2].replace("-", "_")
     if last in RECIPES:
-        return f"a program of your own has it: docs/recipes/{RECIPES[last]}.md"
+        return f"a program of your own has it: examples/recipes/{RECIPES[last]}.py"
     return did_you_mean(last, FIELDS, "known are " + ", ".join(FIELDS))
 
 

@@ -88,7 +88,7 @@ def drop_if_empty(out: Path) -> None:
 
 
 def sweep(out: Path) -> list[str]:
-    """Remove what nobody can go on from; the caller holds the lock. Returns a line for each thing removed.
+    """Remove what no run can go on from; the caller holds the lock. Returns a line for each thing removed.
 
     That is what saves have left that were never finished, or that a later save of the same step has replaced.
     """

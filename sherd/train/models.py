@@ -129,12 +129,12 @@ class Decoder(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """First weights, the same for every number of ranks: a parameter's name and `seed` decide its values.
 
-        Each is drawn whole, one at a time, and every rank keeps its own shard of it; nothing is sent.
+        Each is drawn unsharded, one at a time, and every rank keeps its own shard of it; nothing is sent.
         """
         for name, parameter in list(self.named_parameters()):
             owner, _, attribute = name.rpartition(".")
             whole = self._first_value(name, parameter.shape, seeded(seed, name))
-            # A state dict of whole tensors loads under every placement, without communication.
+            # A state dict of full tensors loads under every placement, without communication.
             self.get_submodule(owner).load_state_dict({attribute: whole}, strict=False)
 
     def _first_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -101,5 +101,5 @@ def running(tp: DeviceMesh | None) -> AbstractContextManager[None]:
 
 
 def _of_all(logits: Tensor, tp: DeviceMesh | None) -> Tensor:
-    """Returns the logits as a tensor of the whole vocabulary, if tp cuts it."""
+    """Returns the logits as a tensor of the full vocabulary, if tp cuts it."""
     return logits if tp is None else DTensor.from_local(logits, tp, [Shard(-1)], run_check=False)

@@ -161,7 +161,7 @@ def _require_mark(mark: Path) -> None:
 
 
 def _require_seen(out: Path) -> None:
-    """Refuse a folder that is not the same on all machines: a checkpoint would lie in parts here and there."""
+    """Refuse a folder that is not the same on all machines: a checkpoint would be in parts on several of them."""
     mark = out / on_rank_0(lambda: f"{MARK}{secrets.token_hex(8)}")
     on_rank_0(mark.touch)
     try:

@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=10)  # by which one rank may be later than another
 
 @contextlib.contextmanager
 def group() -> Iterator[None]:
-    """The default process group. A crash leaves it as it is: waiting for other ranks could take for ever.
+    """The default process group. A crash leaves it as it is: waiting for other ranks could take forever.
 
     Raises:
         CommError: the ranks cannot reach one another, or, from inside, a collective could not be finished.

@@ -35,7 +35,7 @@ def continued(
 
 
 def readable(tokens: Iterable[int]) -> Iterator[str]:
-    """`tokens` as text, piece by piece: an empty line where a document begins, a U+FFFD for what is no UTF-8."""
+    """`tokens` as text, in chunks: an empty line where a document begins, a U+FFFD for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         byte = bytes([token])

@@ -24,7 +24,7 @@ _FACTS = {"config", "text"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint of a run.
+    """A complete checkpoint of a run.
 
     Attributes:
         place: its folder.
@@ -104,7 +104,7 @@ class Start:
 
 
 class NoCheckpoint(InputError):
-    """A folder in which no save has ended, so that a run may begin anew."""
+    """A folder in which no save has ended, so that a run may start over."""
 
 
 def folder_in(out: Path) -> Folder:
@@ -112,7 +112,7 @@ def folder_in(out: Path) -> Folder:
 
 
 def newest(folder: Folder) -> Checkpoint:
-    """The last whole checkpoint in `folder`, with a note for each newer one, which is not.
+    """The last complete checkpoint in `folder`, with a note for each newer one, which is not.
 
     Raises:
         NoCheckpoint: no save has ended there.
@@ -126,7 +126,7 @@ def newest(folder: Folder) -> Checkpoint:
     if found is not None and found.manifest is not None:
         return Checkpoint(found.place, found.manifest, folder, notes)
     if any(each.is_damaged for each in others):
-        raise InputError(f"{folder.place} holds no whole checkpoint: {'; '.join(notes)}; {BRING_BACK}")
+        raise InputError(f"{folder.place} holds no complete checkpoint: {'; '.join(notes)}; {BRING_BACK}")
     why = f" ({'; '.join(notes)})" if notes else ""
     raise NoCheckpoint(f"{folder.place} holds no checkpoint{why}")
 
@@ -134,7 +134,7 @@ def newest(folder: Folder) -> Checkpoint:
 def going_on(out: Path) -> str:
     """Returns what can be gone on from after an end that was not planned, to put behind the words on it."""
     try:
-        return f"; step {newest(folder_in(out)).step} is whole, --resume goes on from it"
+        return f"; step {newest(folder_in(out)).step} is complete, --resume goes on from it"
     except NoCheckpoint:
         return "; nothing was saved before"
     except InputError as error:

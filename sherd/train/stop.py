@@ -31,7 +31,7 @@ SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's own name for how long 
 def is_rank() -> bool:
     """Returns whether a launcher has started this process as a rank.
 
-    RANK alone does not say so: some schedulers set it for a whole pod, which is to start the ranks of its machine.
+    RANK alone does not say so: some schedulers set it for an entire pod, which is to start the ranks of its machine.
     """
     return "RANK" in os.environ and ("LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ)
 

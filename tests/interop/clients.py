@@ -134,8 +134,8 @@ class Program:
 
 
 def recipe(heading: str, language: str = "text", number: int = 1) -> str:
-    """That block of a language, counted from one, in a section of docs/do/recipes.md."""
-    section = (ROOT / "docs/do/recipes.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    """That block of a language, counted from one, in a section of docs/do/other_packages.md."""
+    section = (ROOT / "docs/do/other_packages.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return section.split(f"```{language}\n")[number].partition("```")[0]
 
 

@@ -106,7 +106,7 @@ def titans() -> Any:
 
 
 def of_the_docs(folder: str) -> Any:
-    """The config of the program in docs/do/recipes.md, read as torchtitan's command line does."""
+    """The config of the program in docs/do/other_packages.md, read as torchtitan's command line does."""
     from torchtitan.config import ConfigManager
 
     Path(folder, "my_titan.py").write_text(recipe("torchtitan"))

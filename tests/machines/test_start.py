@@ -36,7 +36,7 @@ def test_resume_or_start_needs_a_folder_starts_where_no_save_has_ended_and_else_
     break_it(put(out, 3), "never finished")
     assert begun(*words) is None
     break_it(put(out, 4), "missing file")
-    with pytest.raises(InputError, match="holds no whole checkpoint"):  # it had a checkpoint, so it does not begin anew
+    with pytest.raises(InputError, match="holds no complete checkpoint"):  # it had one, so it does not begin again
         begun(*words)
     put(out, 2)
     assert begun(*words) == 2

@@ -19,7 +19,15 @@ import torch.distributed as dist
 from tests.test_examples import EXAMPLES, ROOT, run
 
 PAGES = ROOT / "docs/recipes"
+SECTIONS = [section for page in sorted(PAGES.glob("*.md")) for section in page.read_text().split("\n## ")[1:]]
+PROGRAM = re.compile(r"\[`examples/recipes/(\w+)\.py`\]\(\.\./\.\./examples/recipes/\1\.py\)")
 NUMBER = re.compile(r"\d+\.\d+(?:e-?\d+)?")
+
+
+def section_of(name: str) -> str:
+    """The section about examples/recipes/NAME.py, which begins with a link to it."""
+    (found,) = [section for section in SECTIONS if PROGRAM.search(section)[1] == name]
+    return found
 
 
 def on_a_rank(program: str, folder: str, words: Sequence[str]) -> str:
@@ -47,11 +55,11 @@ def on_a_rank(program: str, folder: str, words: Sequence[str]) -> str:
 
 
 def printed_as_shown(name: str, folder: Path, run: Callable[..., list[str]] = run) -> str:
-    """Runs the first command of docs/recipes/NAME.md, by `run`, and returns what rank 0 printed.
+    """Runs the first command of its section in docs/recipes, by `run`, and returns what rank 0 printed.
 
-    The page shows the same words, and numbers without a decimal point; numbers with one may differ by a tenth.
+    The section shows the same words, and numbers without a decimal point; numbers with one may differ by a tenth.
     """
-    page = (PAGES / f"{name}.md").read_text()
+    page = section_of(name)
     command, *_ = re.findall(r"^    torchrun --nproc-per-node 2 examples/(recipes/.*)$", page, re.MULTILINE)
     program, *words = command.split()
     assert program == f"recipes/{name}.py"
@@ -70,8 +78,8 @@ def assert_alike(printed: str, shown: str) -> None:
 
 
 def assert_shows_memory_of_one_rank(name: str, printed: str) -> None:
-    """The page repeats the last line that one rank prints, which says what it keeps."""
-    (shown,) = re.findall(r"On one rank the last line is `(.*?)`", (PAGES / f"{name}.md").read_text(), re.DOTALL)
+    """The section repeats the last line that one rank prints, which says what it keeps."""
+    (shown,) = re.findall(r"On one rank the last line is `(.*?)`", section_of(name), re.DOTALL)
     assert_alike(printed.splitlines()[-1], " ".join(shown.split()))
 
 

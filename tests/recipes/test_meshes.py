@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.recipes.pages import PAGES, losses, printed_as_shown
+from tests.recipes.pages import losses, printed_as_shown, section_of
 from tests.test_examples import run
 
 RECIPES = ["mixture_of_experts", "long_context", "pipeline"]
@@ -15,7 +15,7 @@ def test_it_prints_what_its_page_shows_and_one_process_has_the_same_losses(name,
     (alone,) = run(f"recipes/{name}.py", tmp_path / "alone", "--steps", "20", num_ranks=1)
     assert found[-1] < found[0] - 2
     assert losses(alone) == pytest.approx(found[:3], abs=2e-3)
-    assert f"`{alone.splitlines()[-1]}`" in (PAGES / f"{name}.md").read_text()
+    assert f"`{alone.splitlines()[-1]}`" in section_of(name)
 
 
 @pytest.mark.slow

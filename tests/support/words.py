@@ -27,12 +27,14 @@ PLAIN = {
     "whole": "unsharded, full, entire, complete",
     "wholly": "entirely",
 }
-OLD = re.compile(rf"\b(?:{'|'.join(PLAIN)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+OLD = re.compile(rf"\b(?!whole numbers?\b)(?:{'|'.join(PLAIN)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+CODE = re.compile(r"`[^`]*`|'\w+'|\bone of \w+(?:, \w+)+")
+"""Code in backticks, and values of arguments: quoted, or in a list as `one of shard, flat, whole`."""
 
 
 def old_words(text: str) -> Iterator[str]:
-    """Yields each old word of `text`, where it stands, and what to write instead; code in backticks is left out."""
-    text = re.sub(r"`[^`]*`", "`code`", text)
+    """Yields each old word of `text`, where it stands, and what to write instead; `CODE` is left out."""
+    text = CODE.sub("`code`", text)
     for found in OLD.finditer(text):
         around = " ".join(text[max(0, found.start() - 30) : found.end() + 30].split())
         word = " ".join(found[0].lower().split())

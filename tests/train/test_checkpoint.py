@@ -212,7 +212,7 @@ def save_twice(saver, config):
 def test_a_disk_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(world, tmp_path, number, what):
     for said in world(2).run(refused_on, number, what, tmp_path):
         assert said.startswith(f"the save of step 8 to {tmp_path}/checkpoints/step-00000008 failed on rank {number}: ")
-        assert said.endswith(": No space left on device; step 4 is whole, --resume goes on from it")
+        assert said.endswith(": No space left on device; step 4 is complete, --resume goes on from it")
         assert "\n" not in said
     assert newest(tmp_path).step == 4
     left = list((tmp_path / "checkpoints").glob("step-00000008/*"))
@@ -262,5 +262,5 @@ def metrics_refused(out):
 
 
 def test_a_disk_that_takes_no_more_metrics_is_told_in_one_line_too(threads, tmp_path):
-    said = f"cannot write to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"
+    said = f"cannot write to {tmp_path}: No space left on device; step 4 is complete, --resume goes on from it"
     assert threads(1).run(refusal, NotSaved, metrics_refused, tmp_path) == [said]

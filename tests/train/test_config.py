@@ -44,7 +44,7 @@ WRONG = [
     ({"model.width": 3}, "unknown field model.width; did you mean width?"),
     ({"zzzzzz": 1}, "known are layers, width"),
     ({"model": {"width": 3}}, "unknown field model; a config has no sections"),
-    ({"experts": 4}, "unknown field experts; a program of your own has it: docs/recipes/mixture_of_experts.md"),
+    ({"experts": 4}, "unknown field experts; a program of your own has it: examples/recipes/mixture_of_experts.py"),
     ({"width": "wide"}, "width = 'wide' has the wrong type; it must be a whole number"),
     ({"width": 64.0}, "width = 64.0 has the wrong type"),
     ({"width": True}, "width = True has the wrong type"),

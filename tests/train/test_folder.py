@@ -100,7 +100,7 @@ def test_resuming_takes_the_newest_run_that_has_a_checkpoint_and_where_none_has_
     break_it(put(Path("runs/3"), 4), "never finished")
     assert last_run() == Path("runs/1")
     break_it(put(Path("runs/4"), 4), "missing file")
-    with pytest.raises(InputError, match="runs/4/checkpoints holds no whole checkpoint"):
+    with pytest.raises(InputError, match="runs/4/checkpoints holds no complete checkpoint"):
         last_run()
 
 

@@ -51,10 +51,10 @@ WRONG = [
     (
         "dp=2,ep=2",
         {},
-        "is no axis of sherd train; a program of your own has it: docs/recipes/mixture_of_experts.md",
+        "is no axis of sherd train; a program of your own has it: examples/recipes/mixture_of_experts.py",
     ),
-    ("cp=2", {}, "docs/recipes/long_context.md"),
-    ("pp=2", {}, "docs/recipes/pipeline.md"),
+    ("cp=2", {}, "examples/recipes/long_context.py"),
+    ("pp=2", {}, "examples/recipes/pipeline.py"),
     ("tp=2", {"hf": "config.json"}, "tp=2, which cuts no Hugging Face model here"),
     ("dp=4", {"strategy": "hfsdp"}, "strategy = 'hfsdp' is for two axes, but the mesh dp=4 has no replicate"),
 ]

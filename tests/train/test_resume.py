@@ -73,5 +73,5 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks_and_the_one_before_is_whole
     put_before = config(text, steps=2)
     world(2).run(figures, put_before, tmp_path)
     for said, saved, done in world(2).run(not_written, chosen, tmp_path):
-        assert said.endswith("rank 1: No space left on device; step 2 is whole, --resume goes on from it")
+        assert said.endswith("rank 1: No space left on device; step 2 is complete, --resume goes on from it")
         assert (saved, 4 <= done <= 8) == ([], True)

@@ -251,7 +251,7 @@ def test_a_damaged_run_and_a_changed_text_are_refused(refused, tmp_path):
     assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
     break_it(path, "short file")
     torn = f"run/checkpoints/step-00000003/{DATA} has 2 of 76 bytes"
-    assert f"run/checkpoints holds no whole checkpoint: {torn}" in refused("generate", "run")
+    assert f"run/checkpoints holds no complete checkpoint: {torn}" in refused("generate", "run")
     assert f"{path}/{DATA} has 2 of 76 bytes" in refused("generate", path)
 
 

@@ -7,7 +7,7 @@ all-gather       a broadcast from each rank into its part: at 64 MiB per rank 0.
 several at once  large: sends and receives: of 10 messages of 1 to 4 MiB at 0.8 of the broadcasts' time, which go two by
                  two and wait for one another
 reduce-scatter   small: an all-to-all, then sums: at 64 KiB per rank 0.65 of the single call's time
-                 large: sends and receives in pieces, added up as they arrive: at 64 MiB 0.25 of its time
+                 large: sends and receives in chunks, added up as they arrive: at 64 MiB 0.25 of its time
 
 Small parts are not sent and received, although that was as fast on idle cores: while the main thread posts a message,
 gloo's own thread spins on the connection's lock, and on busy cores keeps it from the main thread for a time slice
@@ -34,7 +34,7 @@ from sherd.errors import CommError
 _FIRST_TAG = 1 << 20
 _NUM_TAGS = 1 << 16
 _SMALLEST_PIECE = 256 << 10
-# One piece arrives while the other one is added up. Received at once, into memory that the kernel must first hand out,
+# One chunk arrives while the other one is added up. Received at once, into memory that the kernel must first hand out,
 # 64 MiB from one peer took 1.6 times as long.
 _NUM_SLOTS = 2
 
@@ -42,8 +42,8 @@ _NUM_SLOTS = 2
 class Gloo(Transport):
     """CPU ranks over gloo; parts may be uneven or empty, and of any dtype, because they move as bytes.
 
-    An all-gather needs no memory besides the caller's. A reduce-scatter receives at most `ahead` bytes (512 KiB per
-    peer, if that is more) in the background, and the rest in `wait()`, piece by piece, so that a piece is added up
+    An all-gather needs no memory except for the caller's. A reduce-scatter receives at most `ahead` bytes (512 KiB per
+    peer, if that is more) in the background, and the rest in `wait()`, chunk by chunk, so that a chunk is added up
     while it is still in the cache. Sums are made in rank order; bfloat16 and float16 are added up in float32. A call or
     its `wait()` raises CommError if a peer has died, or is late by more than the group's timeout.
     """
@@ -60,7 +60,7 @@ class Gloo(Transport):
         return sums.sum_dtype(dtype)
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-        """Returns the bytes of all ranks' versions of this rank's part, or of the pieces that are under way."""
+        """Returns the bytes of all ranks' versions of this rank's part, or of the chunks that are under way."""
         if self._is_small(sizes, itemsize):
             return (1 if len(sizes) == 2 else len(sizes)) * sizes[rank] * itemsize
         piece = self._piece_bytes // itemsize
@@ -280,11 +280,11 @@ class _AtOnce(_Call):
 
 
 class _InPieces(_Call):
-    """A reduce-scatter: this rank's part comes from all peers in pieces, through a few slots of memory, into the sum.
+    """A reduce-scatter: this rank's part comes from all peers in chunks, through a few slots of memory, into the sum.
 
     to each peer, from `rows`     | all of its part |                 under way at once
-    from peer 0, into its slots   | piece 0 | piece 1 | piece 2 ...   0 and 1 asked for at once, 2 once 0 is added
-    from peer 2, into its slots   | piece 0 | piece 1 | piece 2 ...   up and its slot is free
+    from peer 0, into its slots   | chunk 0 | chunk 1 | chunk 2 ...   0 and 1 asked for at once, 2 once 0 is added
+    from peer 2, into its slots   | chunk 0 | chunk 1 | chunk 2 ...   up and its slot is free
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class _InPieces(_Call):
             sums.add_up([versions[rank] for rank in range(self._link.size)], out=self._sums[piece])
             if self._num_asked < len(self._sums):
                 self._receive_next()
-        super().finish()  # the peers have received this rank's pieces
+        super().finish()  # the peers have received this rank's chunks
         unreceived = self._link.order.unreceived
         if unreceived and unreceived[0] is self:
             unreceived.popleft()
@@ -333,7 +333,7 @@ class _InPieces(_Call):
 
 
 def _pieces(part: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
-    """Returns `part` in pieces of `numel` elements, the last of which may be shorter. An empty part has no pieces."""
+    """Returns `part` in chunks of `numel` elements, the last of which may be shorter. An empty part has no chunks."""
     if part.numel() > numel:
         return torch.split(part, numel)
     return (part,) if part.numel() else ()

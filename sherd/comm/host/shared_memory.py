@@ -172,7 +172,7 @@ class _Sum(_Round):
             if rank != self._own:
                 stage[start : start + piece.numel()].copy_(piece)
                 start += piece.numel()
-        # The pieces for the others are staged. From now on the list holds the summands of this rank's own part.
+        # The tensors for the others are staged. From now on the list holds the summands of this rank's own part.
         self._pieces = [self._pieces[self._own]] * len(self._pieces)
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
@@ -383,7 +383,7 @@ class SharedMemory(Transport):
     ) -> Iterator[_Round]:
         round_ = _Gather(question, question.sizes, pieces, copy_into_place)
         yield round_
-        # Several pieces are one part in the segment, which is not freed before this rank has read the round.
+        # Several tensors are one part in the segment, which is not freed before this rank has read the round.
         staged = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
         copy_into_place(self._rank, pieces[0] if len(pieces) == 1 else staged)
 

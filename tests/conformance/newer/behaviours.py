@@ -4,6 +4,7 @@ A program prints `ok NAME` or `FAIL NAME why` for each; `ONLY=a,b` chooses some,
 """
 
 import datetime
+import importlib
 import os
 import select
 import signal
@@ -40,6 +41,11 @@ def behaviour(world, since=(2, 0)):
         return f
 
     return add
+
+
+def cases(world, **functions):
+    """The same for functions by their names."""
+    _behaviours.extend((name, world, f) for name, f in functions.items())
 
 
 def rank():
@@ -96,6 +102,22 @@ def same_models(model, plain, grads=True, tol=1e-5):
             same(found[name].grad, want.grad, name + ".grad", tol)
 
 
+def alike(model, plain, *inputs, tol=1e-5, clear=False):
+    """A backward of both models, after which their parameters and gradients agree."""
+    for m in (model, plain):
+        if clear:
+            m.zero_grad()
+        m(*inputs).square().sum().backward()
+    same_models(model, averaged(plain), tol=tol)
+
+
+def units(api, model, *inner, **kw):
+    """Applies `api` to `inner`, or to all children of a model, and to the model; returns what that returns."""
+    for m in inner or model.children():
+        api(m, **kw)
+    return api(model, **kw)
+
+
 def all_sharded(params):
     return all(isinstance(p, DTensor) for p in params)
 
@@ -115,6 +137,38 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.out_proj(F.relu(self.in_proj(x)))
+
+
+def stack():
+    return nn.Sequential(nn.Linear(6, 6), MLP(6), MLP(6))
+
+
+class Gather(sherd.AllGather):
+    def __init__(self):
+        self.calls = self.buffers = 0
+
+    def allocate(self, size, *, dtype, device):
+        self.buffers += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter(sherd.ReduceScatter):
+    __init__, allocate = Gather.__init__, Gather.allocate
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def folder():
+    """A new folder that all ranks see."""
+    name = [tempfile.mkdtemp() if rank() == 0 else None]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
 
 
 def _child(f, number, count, store, out):
@@ -170,7 +224,9 @@ def _finish(started, limit):
     return said
 
 
-def main():
+def main(program):
+    """Runs the behaviours of `tests.conformance.newer.PROGRAM`."""
+    importlib.import_module(f"tests.conformance.newer.{program}")
     only = [name for name in os.environ.get("ONLY", "").split(",") if name]
     folder, wrong = tempfile.mkdtemp(prefix="newer-"), 0
     for name, count, f in _behaviours:

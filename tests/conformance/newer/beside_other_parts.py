@@ -10,37 +10,39 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from sherd import CPUOffloadPolicy, FSDPModule, ShardedGradScaler, fully_shard
+from sherd import CPUOffloadPolicy, FSDPModule, ShardedGradScaler, fully_shard, replicate
 from tests.conformance.newer.behaviours import (
     MLP,
+    alike,
     all_sharded,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
     full,
-    main,
     none_sharded,
     raises,
     rank,
     same,
     same_models,
+    units,
 )
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin, self.left, self.minus = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.randn(6))
-
-    def forward(self, x):
-        return self.lin(self.left(x)) - self.minus
+from tests.support.models import Wired
 
 
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.plus = Inner(), nn.Parameter(torch.randn(6))
+        self.inner, self.plus = (
+            Wired(
+                lambda self, x: self.lin(self.left(x)) - self.minus,
+                lin=nn.Linear(6, 6),
+                left=nn.Linear(6, 6),
+                minus=nn.Parameter(torch.randn(6)),
+            ),
+            nn.Parameter(torch.randn(6)),
+        )
 
     def forward(self, x):
         return (self.inner(x) + self.plus).square().sum()
@@ -73,18 +75,25 @@ def ddp_around_units_around_ignored_parameters():
         same_models(model, plain, grads=False)
 
 
-@behaviour(2)
-def ignored_parameters_stay_as_they_are():
+def ignored_parameters(api):
     model = MLP(6)
     ignored = set(model.out_proj.parameters())
-    fully_shard(model, ignored_params=ignored)
+    api(model, ignored_params=ignored)
     assert set(model.out_proj.parameters()) == ignored
+    assert none_sharded(ignored)
     model(batch(2, 6)).square().sum().backward()
     both = [torch.empty(6) for _ in range(2)]
     dist.all_gather(both, model.out_proj.bias.grad)
     assert not torch.equal(*both), "the gradient of an ignored parameter is this rank's own"
     model.to(torch.float64)
     assert all(p.dtype == torch.float64 for p in ignored), "an ignored parameter is cast with the model"
+
+
+cases(
+    2,
+    ignored_parameters_stay_as_they_are=lambda: ignored_parameters(fully_shard),
+    ignored_parameters_of_a_replicated_module_stay=lambda: ignored_parameters(replicate),
+)
 
 
 def replicas(offload, reshard):
@@ -96,8 +105,7 @@ def replicas(offload, reshard):
     }
     if offload:
         kw["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for m in (*model, model):
-        fully_shard(m, **kw)
+    units(fully_shard, model, **kw)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, plain)]
     for step in range(2):
         for i in range(3):
@@ -110,32 +118,20 @@ def replicas(offload, reshard):
         same_models(model, plain, grads=False, tol=1e-3)
 
 
-@behaviour(4)
-def replicas_of_shards():
-    replicas(False, True)
-
-
-@behaviour(4)
-def replicas_of_shards_kept_after_forward():
-    replicas(False, False)
-
-
-@behaviour(4)
-def replicas_of_shards_offloaded():
-    replicas(True, True)
+cases(
+    4,
+    replicas_of_shards=lambda: replicas(False, True),
+    replicas_of_shards_kept_after_forward=lambda: replicas(False, False),
+    replicas_of_shards_offloaded=lambda: replicas(True, True),
+)
 
 
 @behaviour(4)
 def a_part_of_the_shard_axis_after_forward():
     plain = nn.Sequential(MLP(6), MLP(6))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m, reshard_after_forward=2)
+    model = units(fully_shard, copy.deepcopy(plain), reshard_after_forward=2)
     for i in range(2):
-        for m in (model, plain):
-            m.zero_grad(), m(batch(3, 6, seed=i)).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain)
+        alike(model, plain, batch(3, 6, seed=i), clear=True)
 
 
 @behaviour(2)
@@ -153,20 +149,25 @@ def accumulation_while_parameters_stay():
         same_models(model, averaged(want), tol=1e-4)
 
 
-@behaviour(2)
-def clipping_by_every_norm():
+def clipping(api, norms, ways):
     plain = nn.Sequential(MLP(6), nn.Linear(6, 3))
-    for norm in (2, 1, 3, float("inf")):
-        for foreach in (None, True, False):
-            model, want = copy.deepcopy(plain), copy.deepcopy(plain)
-            for m in (*model, model):
-                fully_shard(m)
+    for norm in norms:
+        for foreach in ways:
+            want = copy.deepcopy(plain)
+            model = units(api, copy.deepcopy(plain))
             for m in (model, want):
                 m(batch(3, 6)).square().sum().backward()
             averaged(want)
             a = nn.utils.clip_grad_norm_(want.parameters(), 0.5, norm_type=norm, foreach=foreach)
             b = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm, foreach=foreach)
             same(b, a, f"norm {norm}"), same_models(model, want)
+
+
+cases(
+    2,
+    clipping_by_every_norm=lambda: clipping(fully_shard, (2, 1, 3, float("inf")), (None, True, False)),
+    clipping_replicated_modules=lambda: clipping(replicate, (2, float("inf")), (None,)),
+)
 
 
 @behaviour(2)
@@ -177,8 +178,7 @@ def a_scaler_that_meets_infinity_on_one_rank():
         for bad in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-            for m in (*model, model):
-                fully_shard(m)
+            units(fully_shard, model)
             scaler, optimizer = kind(device="cpu", init_scale=2.0), torch.optim.Adam(model.parameters(), lr=1e-2)
             before = [full(p).clone() for p in model.parameters()]
             scaler.scale(model(batch(4, 4)).sum()).backward()
@@ -200,9 +200,7 @@ def a_scaler_that_meets_infinity_on_one_rank():
 @behaviour(2)
 def an_optimizer_inside_backward():
     plain = nn.Sequential(MLP(6), MLP(6))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     calls, each = {}, {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
     def hook(p):
@@ -299,11 +297,5 @@ def unshard_ahead_in_a_program_of_async_collectives():
 def slicing_gives_a_plain_module():
     model = fully_shard(nn.Sequential(MLP(4), MLP(4), MLP(4)))
     equal(type(model).__name__, "FSDPSequential", "class"), equal(isinstance(model[:2], FSDPModule), False, "a slice")
-    (
-        raises((AssertionError, ValueError), lambda: fully_shard(model), "twice"),
-        raises(ValueError, lambda: fully_shard(nn.ModuleList([MLP(4)])), "a list module"),
-    )
-
-
-if __name__ == "__main__":
-    main()
+    raises((AssertionError, ValueError), lambda: fully_shard(model), "twice")
+    raises(ValueError, lambda: fully_shard(nn.ModuleList([MLP(4)])), "a list module")

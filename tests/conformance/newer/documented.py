@@ -1,7 +1,6 @@
 """What the docstrings of torch 2.14 promise and no test of its own checks in numbers."""
 
 import copy
-import tempfile as _tempfile
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,21 @@ from tests.conformance.newer.behaviours import (
     BF16,
     F32,
     MLP,
+    alike,
     all_sharded,
     averaged,
     batch,
     behaviour,
     equal,
+    folder,
     full,
-    main,
     raises,
     rank,
     same,
     same_models,
+    units,
 )
+from tests.support.models import Wired
 
 
 @behaviour(2)
@@ -48,9 +50,7 @@ def reset_iter_state_discards_what_was_accumulated():
             return self.lin(x)
 
     plain = nn.Sequential(MLP(6), Fails())
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     model.set_requires_gradient_sync(False)
     model(batch(3, 6, seed=7)).square().sum().backward()
     model[1].armed = True
@@ -88,31 +88,22 @@ def unshard_follows_the_policys_dtype():
         handle = model.unshard(async_op=a)
         if handle is not None:
             handle.wait()
-        (
-            equal((model.weight.dtype, tuple(model.weight.shape)), (BF16, (4, 6)), "unsharded"),
-            same(model.weight.float(), want.to(BF16).float(), tol=0),
-        )
+        equal((model.weight.dtype, tuple(model.weight.shape)), (BF16, (4, 6)), "unsharded")
+        same(model.weight.float(), want.to(BF16).float(), tol=0)
         model.reshard()
         equal(model.weight.dtype, F32, "shard")
 
 
 @behaviour(2)
 def an_embedding_that_backward_does_not_need():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tok, self.pos, self.body, self.norm, self.head = (
-                nn.Embedding(9, 6),
-                nn.Embedding(8, 6),
-                MLP(6),
-                nn.LayerNorm(6),
-                nn.Linear(6, 9, bias=False),
-            )
-
-        def forward(self, ids):
-            return self.head(self.norm(self.body(self.tok(ids) + self.pos(torch.arange(ids.shape[1])))))
-
-    plain = Model()
+    plain = Wired(
+        lambda self, ids: self.head(self.norm(self.body(self.tok(ids) + self.pos(torch.arange(ids.shape[1]))))),
+        tok=nn.Embedding(9, 6),
+        pos=nn.Embedding(8, 6),
+        body=MLP(6),
+        norm=nn.LayerNorm(6),
+        head=nn.Linear(6, 9, bias=False),
+    )
     model = copy.deepcopy(plain)
     returned = fully_shard([model.tok, model.pos])
     assert [id(each) for each in returned] == [id(model.tok), id(model.pos)], "a list comes back"
@@ -120,10 +111,7 @@ def an_embedding_that_backward_does_not_need():
     model.tok.set_unshard_in_backward(False)
     ids = torch.randint(0, 9, (2, 8), generator=torch.Generator().manual_seed(rank()))
     for _i in range(2):
-        for m in (model, plain):
-            m.zero_grad(), m(ids).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain, tol=1e-4)
+        alike(model, plain, ids, tol=1e-4, clear=True)
         assert all_sharded(model.parameters())
 
 
@@ -131,9 +119,7 @@ def an_embedding_that_backward_does_not_need():
 def state_dicts_of_replicated_modules():
     torch.manual_seed(1)
     plain = nn.Sequential(MLP(5), nn.Linear(5, 3))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        replicate(m)
+    model = units(replicate, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for k, v in model.state_dict().items():
         same(v, plain.state_dict()[k], k, 0)
@@ -142,16 +128,14 @@ def state_dicts_of_replicated_modules():
         for k, v in plain.state_dict().items():
             same(got[k], v, k, 0)
     model(batch(3, 5)).square().sum().backward(), optimizer.step(), optimizer.zero_grad()
-    name = [_tempfile.mkdtemp() if rank() == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    dcp.save({"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=name[0])
+    where = folder()
+    dcp.save({"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=where)
     torch.manual_seed(2)
     other = nn.Sequential(MLP(5), nn.Linear(5, 3))  # replicas are read into shards
-    for m in (*other, other):
-        fully_shard(m)
+    units(fully_shard, other)
     new = torch.optim.AdamW(other.parameters(), lr=1.0)
     state = {"m": get_model_state_dict(other), "o": get_optimizer_state_dict(other, new)}
-    dcp.load(state, checkpoint_id=name[0])
+    dcp.load(state, checkpoint_id=where)
     set_model_state_dict(other, state["m"]), set_optimizer_state_dict(other, new, state["o"])
     for (k, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=False):
         same(b, a, k, 0), same(new.state[b]["exp_avg"], optimizer.state[a]["exp_avg"], k, 0)
@@ -163,8 +147,7 @@ def rank_0_gives_a_full_state_to_replicated_modules():
     plain = nn.Sequential(MLP(5), nn.Linear(5, 3))
     torch.manual_seed(5)
     model = nn.Sequential(MLP(5), nn.Linear(5, 3))
-    for m in (*model, model):
-        replicate(m)
+    units(replicate, model)
     set_model_state_dict(
         model,
         plain.state_dict() if rank() == 0 else {},
@@ -177,8 +160,7 @@ def rank_0_gives_a_full_state_to_replicated_modules():
 def a_replicated_model_from_the_meta_device():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    for m in (*model, model):
-        replicate(m)
+    units(replicate, model)
     model.to_empty(device="cpu")
     torch.manual_seed(3)
     for m in model:
@@ -189,34 +171,13 @@ def a_replicated_model_from_the_meta_device():
             p.copy_(full(q))
             dist.broadcast(p, 0)
             q.to_local().copy_(p)
-    for m in (model, plain):
-        m(batch(3, 4)).square().sum().backward()
-    same_models(model, averaged(plain))
-
-
-@behaviour(2)
-def clipping_replicated_modules():
-    plain = nn.Sequential(MLP(6), nn.Linear(6, 3))
-    for norm in (2, float("inf")):
-        model, want = copy.deepcopy(plain), copy.deepcopy(plain)
-        for m in (*model, model):
-            replicate(m)
-        for m in (model, want):
-            m(batch(3, 6)).square().sum().backward()
-        averaged(want)
-        same(
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm),
-            nn.utils.clip_grad_norm_(want.parameters(), 0.5, norm_type=norm),
-            f"norm {norm}",
-        )
-        same_models(model, want)
+    alike(model, plain, batch(3, 4))
 
 
 @behaviour(2)
 def hooks_on_replicated_parameters():
     model, calls = nn.Sequential(MLP(6), MLP(6)), {}
-    for m in (*model, model):
-        replicate(m)
+    units(replicate, model)
     for n, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, n=n: calls.__setitem__(n, calls.get(n, 0) + 1))
     for _i in range(2):
@@ -238,7 +199,3 @@ def a_set_reduction_hook_sees_replicated_gradients():
         m(batch(3, 6)).square().sum().backward()
     averaged(plain)
     equal(shapes, [24], "numel"), same(model.weight.grad, 2 * plain.weight.grad)
-
-
-if __name__ == "__main__":
-    main()

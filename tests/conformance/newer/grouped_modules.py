@@ -12,16 +12,19 @@ from tests.conformance.newer.behaviours import (
     BF16,
     F32,
     MLP,
+    alike,
     all_sharded,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
     raises,
     rank,
     same_models,
+    units,
 )
+from tests.support.models import Wired
 
 
 class Chunked(nn.Module):
@@ -84,24 +87,13 @@ def steps(tie, reshard):
             o.step(), o.zero_grad(set_to_none=i % 2 == 0)
 
 
-@behaviour(2)
-def head_called_by_chunks_resharded():
-    steps(False, True)
-
-
-@behaviour(2)
-def head_called_by_chunks_kept():
-    steps(False, False)
-
-
-@behaviour(2)
-def tied_head_called_by_chunks_resharded():
-    steps(True, True)
-
-
-@behaviour(2)
-def tied_head_called_by_chunks_kept():
-    steps(True, False)
+cases(
+    2,
+    head_called_by_chunks_resharded=lambda: steps(False, True),
+    head_called_by_chunks_kept=lambda: steps(False, False),
+    tied_head_called_by_chunks_resharded=lambda: steps(True, True),
+    tied_head_called_by_chunks_kept=lambda: steps(True, False),
+)
 
 
 def dtypes(root_casts):
@@ -113,27 +105,19 @@ def dtypes(root_casts):
         assert all(p.grad is not None for p in model.parameters())
 
 
-@behaviour(2)
-def output_dtype_holds_for_each_module_of_a_group():
-    dtypes(False)
-
-
-@behaviour(2)
-def output_dtype_of_root_and_group():
-    dtypes(True)
+cases(
+    2,
+    output_dtype_holds_for_each_module_of_a_group=lambda: dtypes(False),
+    output_dtype_of_root_and_group=lambda: dtypes(True),
+)
 
 
 @behaviour(2)
 def inputs_are_cast_for_each_module_of_a_group():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-        def forward(self, x):
-            return self.b(self.a(x).float())
-
-    model, low = Two(), MixedPrecisionPolicy(param_dtype=BF16)
+    model, low = (
+        Wired(lambda self, x: self.b(self.a(x).float()), a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False)),
+        MixedPrecisionPolicy(param_dtype=BF16),
+    )
     fully_shard([model.a, model.b], mp_policy=low)
     fully_shard(model, mp_policy=low)
     out = model(batch(2, 8))
@@ -223,9 +207,7 @@ def after_an_error_in_forward_reset_iter_state():
 @behaviour(2)
 def after_an_error_in_backward_reset_iter_state():
     plain = nn.Sequential(MLP(4), MLP(4))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     x = batch(3, 4)
     h = model[0](x)  # a first use below the root is no part of this
     del h
@@ -237,9 +219,7 @@ def after_an_error_in_backward_reset_iter_state():
     def stop(grad):
         raise Stop
 
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     y = model(x)
     y.register_hook(stop)
     raises(Stop, lambda: y.sum().backward(), "backward")
@@ -254,8 +234,7 @@ def after_an_error_in_backward_reset_iter_state():
 @behaviour(2)
 def reset_iter_state_is_the_roots():
     model = nn.Sequential(MLP(4), MLP(4))
-    for m in (*model, model):
-        fully_shard(m)
+    units(fully_shard, model)
     model(batch(2, 4)).sum().backward()
     raises(RuntimeError, model[0].reset_iter_state, "reset_iter_state on a block")
 
@@ -279,13 +258,6 @@ def a_group_with_a_module_that_never_runs():
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
     for i in range(3):
-        for m in (model, plain):
-            m(batch(2, 6, seed=i)).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain)
+        alike(model, plain, batch(2, 6, seed=i))
         for o in optimizers:
             o.step(), o.zero_grad()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,19 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from sherd import MixedPrecisionPolicy, fully_shard
+from sherd import MixedPrecisionPolicy, fully_shard, replicate
 from tests.conformance.newer.behaviours import (
     BF16,
     F32,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
     rank,
     same,
     same_models,
+    units,
 )
+from tests.support.models import Wired
 
 
 @dataclasses.dataclass
@@ -72,8 +75,7 @@ def structured(kind, low):
     plain = nn.Sequential(Make(kind), Each(), Each(), Add())
     model = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(*low)
-    for m in (*model, model):
-        fully_shard(m, mp_policy=policy)
+    units(fully_shard, model, mp_policy=policy)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, plain)]
     for i in range(3):
         x = batch(2, 6, seed=i)
@@ -88,18 +90,18 @@ def structured(kind, low):
         model.zero_grad(), plain.zero_grad()
 
 
-for _kind in ("dataclass", "nested", "namedtuple"):
-    for _name, _low in (
-        ("float32", (None, None)),
-        ("bfloat16", (BF16, BF16)),
-        ("bfloat16_reduced_in_float32", (BF16, F32)),
-    ):
-
-        def _one(kind=_kind, low=_low):
-            structured(kind, low)
-
-        _one.__name__ = f"activations_in_a_{_kind}_{_name}"
-        behaviour(2)(_one)
+cases(
+    2,
+    **{
+        f"activations_in_a_{kind}_{name}": functools.partial(structured, kind, low)
+        for kind in ("dataclass", "nested", "namedtuple")
+        for name, low in (
+            ("float32", (None, None)),
+            ("bfloat16", (BF16, BF16)),
+            ("bfloat16_reduced_in_float32", (BF16, F32)),
+        )
+    },
+)
 
 
 @behaviour(2)
@@ -127,18 +129,14 @@ def one_value(model):
 
 @behaviour(2)
 def reduction_dtype_after_a_frozen_first_forward():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.whole = (
-                nn.Linear(6, 3, bias=False),
-                nn.Parameter(torch.ones(6, dtype=torch.int64), requires_grad=False),
-            )
-
-        def forward(self, x):
-            return self.layer(x)
-
-    model = fully_shard(Model(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
+    model = fully_shard(
+        Wired(
+            lambda self, x: self.layer(x),
+            layer=nn.Linear(6, 3, bias=False),
+            whole=nn.Parameter(torch.ones(6, dtype=torch.int64), requires_grad=False),
+        ),
+        mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32),
+    )
     model.requires_grad_(False)
     with torch.no_grad():
         model(batch(2, 6))
@@ -148,19 +146,24 @@ def reduction_dtype_after_a_frozen_first_forward():
     assert model.whole.grad is None
 
 
-@behaviour(2)
-def reduction_dtype_is_float32_without_a_policy_for_compute():
-    model = fully_shard(nn.Linear(6, 3, bias=False), mp_policy=MixedPrecisionPolicy(reduce_dtype=F32))
+def reduction_in_float32(api, **kw):
+    model = api(nn.Linear(6, 3, bias=False), mp_policy=MixedPrecisionPolicy(reduce_dtype=F32, **kw))
     one_value(model)
-    same(model.weight.grad, torch.full((3, 6), 257 / 2))
+    same(model.weight.grad, torch.full((3, 6), 257 / 2)), equal(model.weight.grad.dtype, F32, "grad dtype")
+
+
+cases(
+    2,
+    reduction_dtype_is_float32_without_a_policy_for_compute=lambda: reduction_in_float32(fully_shard),
+    reduction_of_replicas_in_float32=lambda: reduction_in_float32(replicate, param_dtype=BF16),
+)
 
 
 @behaviour(2)
 def gradients_keep_the_shards_dtype_when_the_model_is_low_precision():
     model = nn.Sequential(nn.Linear(6, 6, dtype=BF16), nn.Linear(6, 3, bias=False, dtype=BF16))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-    for m in (*model, model):
-        fully_shard(m, mp_policy=policy)
+    units(fully_shard, model, mp_policy=policy)
     equal(policy.reduce_dtype, BF16, "the policy's dtype")
     model.to(F32)
     y = model(batch(4, 6))
@@ -170,18 +173,23 @@ def gradients_keep_the_shards_dtype_when_the_model_is_low_precision():
         equal((p.dtype, p.grad.dtype), (F32, F32), "dtypes")
 
 
-@behaviour(2)
-def accumulation_in_the_reduction_dtype():
-    for reshard in (True, False):
-        model = fully_shard(
-            nn.Linear(6, 3, bias=False),
-            mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32),
-            reshard_after_forward=reshard,
-        )
-        for i, value in enumerate((256.0, 1.0, 1.0)):
-            model.set_requires_gradient_sync(i == 2), model.set_reshard_after_backward(i == 2 or reshard)
-            model(torch.full((1, 6), value)).sum().backward()
-        same(model.weight.grad, torch.full((3, 6), 258.0), f"reshard {reshard}")
+def accumulation_in_float32(api, reshard, **kw):
+    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
+    model = api(nn.Linear(6, 3, bias=False), mp_policy=low, **kw)
+    for i, value in enumerate((256.0, 1.0, 1.0)):
+        model.set_requires_gradient_sync(i == 2), model.set_reshard_after_backward(i == 2 or reshard)
+        model(torch.full((1, 6), value)).sum().backward()
+    same(model.weight.grad, torch.full((3, 6), 258.0))
+
+
+cases(
+    2,
+    accumulation_in_the_reduction_dtype=lambda: accumulation_in_float32(fully_shard, True),
+    accumulation_in_the_reduction_dtype_while_unsharded=lambda: accumulation_in_float32(
+        fully_shard, False, reshard_after_forward=False
+    ),
+    accumulation_of_replicas_in_float32=lambda: accumulation_in_float32(replicate, True),
+)
 
 
 def recomputed(way):
@@ -218,14 +226,11 @@ def recomputed(way):
         equal(model.outputs, [F32, F32], "outputs in forward and recomputation")
 
 
-@behaviour(2)
-def recomputation_casts_inputs():
-    recomputed("input")
-
-
-@behaviour(2)
-def recomputation_casts_outputs():
-    recomputed("output")
+cases(
+    2,
+    recomputation_casts_inputs=lambda: recomputed("input"),
+    recomputation_casts_outputs=lambda: recomputed("output"),
+)
 
 
 @behaviour(2)
@@ -264,8 +269,7 @@ def a_frozen_parameter_in_eight_bits():
     same(model.high.grad, torch.ones(8, 8))
 
 
-@behaviour(2)
-def half_precision_of_one_module():
+def half_precision(api):
     class Layer(nn.Linear):
         def forward(self, x):
             self.seen.append(x.dtype)
@@ -280,10 +284,13 @@ def half_precision_of_one_module():
         model = nn.Sequential(Layer(8, 8), Layer(8, 8))
         for m in model:
             m.seen = []
-        fully_shard(model[which], mp_policy=MixedPrecisionPolicy(param_dtype=half, **kw)), fully_shard(model)
+        api(model[which], mp_policy=MixedPrecisionPolicy(param_dtype=half, **kw)), api(model)
         model(torch.zeros(2, 8)).sum().backward()
         equal((model[0].seen[0], model[1].seen[0]), want, f"{which} {kw}")
 
 
-if __name__ == "__main__":
-    main()
+cases(
+    2,
+    half_precision_of_one_module=lambda: half_precision(fully_shard),
+    half_precision_of_one_replicated_module=lambda: half_precision(replicate),
+)

@@ -7,87 +7,51 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sherd import AllGather, ReduceScatter, fully_shard
+from sherd import fully_shard
 from tests.conformance.newer.behaviours import (
     MLP,
+    Gather,
+    Scatter,
+    alike,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
     raises,
     rank,
     same,
-    same_models,
+    units,
 )
-
-
-class Gather(AllGather):
-    def __init__(self):
-        self.calls = self.buffers = 0
-
-    def allocate(self, size, *, dtype, device):
-        self.buffers += 1
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatter(ReduceScatter):
-    def __init__(self):
-        self.calls = self.buffers = 0
-
-    def allocate(self, size, *, dtype, device):
-        self.buffers += 1
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def own(sums):
     plain = nn.Sequential(MLP(6), MLP(6))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     gather, scatter = Gather(), Scatter()
     for m in model:
         m.set_custom_all_gather(gather), m.set_custom_reduce_scatter(scatter), m.set_force_sum_reduction_for_comms(sums)
     for i in range(2):
-        for m in (model, plain):
-            m.zero_grad(), m(batch(3, 6, seed=i)).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain)
+        alike(model, plain, batch(3, 6, seed=i), clear=True)
     equal((gather.calls, scatter.calls), (8, 4), "calls")
     equal((bool(gather.buffers), bool(scatter.buffers)), (True, True), "buffers of their own")
 
 
-@behaviour(2)
-def own_all_gather_and_reduce_scatter():
-    own(False)
-
-
-@behaviour(2)
-def own_all_gather_and_reduce_scatter_with_sums():
-    own(True)
+cases(
+    2,
+    own_all_gather_and_reduce_scatter=lambda: own(False),
+    own_all_gather_and_reduce_scatter_with_sums=lambda: own(True),
+)
 
 
 @behaviour(2)
 def memory_of_the_group_trains_alike():
     plain = nn.Sequential(MLP(6), MLP(6))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m)
+    model = units(fully_shard, copy.deepcopy(plain))
     for enable in (True, False):
         for m in (*model, model):
             m.set_allocate_memory_from_process_group_for_comm(enable)
-        for m in (model, plain):
-            m.zero_grad(), m(batch(3, 6)).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain)
+        alike(model, plain, batch(3, 6), clear=True)
 
 
 @behaviour(2)
@@ -146,7 +110,3 @@ def an_all_reduce_hook_sees_the_replicas_sum():
         lambda: model.set_all_reduce_hook(lambda output: None, stream=torch.cpu.Stream()),
         "a stream beside native replicas",
     )
-
-
-if __name__ == "__main__":
-    main()

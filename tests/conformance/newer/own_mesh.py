@@ -3,29 +3,24 @@
 import copy
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sherd import AllGather, OnMesh, ReduceScatter, fully_shard
-from tests.conformance.newer.behaviours import averaged, batch, behaviour, equal, full, main, raises, same, same_models
-
-
-class Gather(AllGather):
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatter(ReduceScatter):
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+from sherd import OnMesh, fully_shard
+from tests.conformance.newer.behaviours import (
+    Gather,
+    Scatter,
+    averaged,
+    batch,
+    behaviour,
+    cases,
+    equal,
+    full,
+    raises,
+    same,
+    same_models,
+)
 
 
 class Block(nn.Module):
@@ -88,14 +83,11 @@ def experts(replicas):
         raises(ValueError, call, "one collective for several groups")
 
 
-@behaviour(4)
-def experts_on_a_mesh_of_their_own():
-    experts(1)
-
-
-@behaviour(4)
-def experts_on_a_mesh_of_their_own_with_replicas():
-    experts(2)
+cases(
+    4,
+    experts_on_a_mesh_of_their_own=lambda: experts(1),
+    experts_on_a_mesh_of_their_own_with_replicas=lambda: experts(2),
+)
 
 
 @behaviour(4)
@@ -120,7 +112,3 @@ def plain_parameters_on_two_meshes():
         for m in (model, plain):
             m(batch(3, 4, seed=i)).square().sum().backward()
     same_models(model, averaged(plain))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Stages of torch.distributed.pipelining that are sharded or replicated over a data-parallel axis."""
 
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.pipelining import (
 
 from sherd import MixedPrecisionPolicy, fully_shard, replicate
 from sherd.interop import torch_fsdp_identity
-from tests.conformance.newer.behaviours import F32, MLP, batch, behaviour, equal, main, same
+from tests.conformance.newer.behaviours import F32, MLP, batch, cases, equal, same, units
 
 torch_fsdp_identity()  # so that torch's schedules know the stages' type
 
@@ -37,8 +38,7 @@ def runs(kind, api, several, policy=None, steps=2):
     stages, modules = [], []
     for i in mine:
         part = nn.Sequential(*list(model)[i * per : (i + 1) * per])
-        for m in (*part, part):
-            api(m, mesh=dp, **({"mp_policy": policy} if policy else {}))
+        units(api, part, mesh=dp, **({"mp_policy": policy} if policy else {}))
         (
             stages.append(PipelineStage(part, i, number, torch.device("cpu"), group=mesh["pp"].get_group())),
             modules.append(part),
@@ -64,26 +64,18 @@ def runs(kind, api, several, policy=None, steps=2):
                 same(p.grad, want[name].grad, f"step {step}, stage {i}, {name}", 1e-4 if policy is None else 5e-2)
 
 
-for _kind, _several in (
-    (ScheduleGPipe, False),
-    (Schedule1F1B, False),
-    (ScheduleInterleaved1F1B, True),
-    (ScheduleLoopedBFS, True),
-    (ScheduleInterleavedZeroBubble, True),
-):
-    for _api in (fully_shard, replicate):
-
-        def _one(kind=_kind, api=_api, several=_several):
-            runs(kind, api, several)
-
-        _one.__name__ = f"{_kind.__name__}_of_{'sharded' if _api is fully_shard else 'replicated'}_stages"
-        behaviour(4)(_one)
-
-
-@behaviour(4)
-def low_precision_stages():
-    runs(Schedule1F1B, fully_shard, False, MixedPrecisionPolicy(param_dtype=F32, reduce_dtype=F32))
-
-
-if __name__ == "__main__":
-    main()
+cases(
+    4,
+    **{
+        f"{kind.__name__}_of_{name}_stages": functools.partial(runs, kind, api, several)
+        for kind, several in (
+            (ScheduleGPipe, False),
+            (Schedule1F1B, False),
+            (ScheduleInterleaved1F1B, True),
+            (ScheduleLoopedBFS, True),
+            (ScheduleInterleavedZeroBubble, True),
+        )
+        for name, api in (("sharded", fully_shard), ("replicated", replicate))
+    },
+    low_precision_stages=lambda: runs(Schedule1F1B, fully_shard, False, MixedPrecisionPolicy(F32, F32)),
+)

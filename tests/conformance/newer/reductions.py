@@ -14,29 +14,27 @@ from tests.conformance.newer.behaviours import (
     COUNTED,
     F32,
     MLP,
+    alike,
     all_sharded,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
     none_sharded,
     raises,
     rank,
     same,
     same_models,
+    stack,
+    units,
     world,
 )
-
-
-def stack():
-    return nn.Sequential(nn.Linear(6, 6), MLP(6), MLP(6))
+from tests.support.models import Wired
 
 
 def shard(model, **kw):
-    for block in (model[1], model[2]):
-        fully_shard(block, **kw)
-    return fully_shard(model, **kw)
+    return units(fully_shard, model, *model[1:], **kw)
 
 
 def gathers(comm):
@@ -68,34 +66,15 @@ def factors(shape, names, sums):
                 o.step(), o.zero_grad()
 
 
-@behaviour(4)
-def divide_factor_of_the_root_alone():
-    factors((4,), ("outer",), False)
-
-
-@behaviour(4)
-def divide_factor_of_the_root_alone_with_sums():
-    factors((4,), ("outer",), True)
-
-
-@behaviour(4)
-def divide_factor_with_replicas():
-    factors((2, 2), ("outer", "inner"), False)
-
-
-@behaviour(4)
-def divide_factor_with_replicas_with_sums():
-    factors((2, 2), ("outer", "inner"), True)
-
-
-@behaviour(4)
-def divide_factor_with_replicas_of_one_rank():
-    factors((4, 1), ("outer", "inner"), False)
-
-
-@behaviour(4)
-def divide_factor_with_replicas_of_one_rank_with_sums():
-    factors((4, 1), ("outer", "inner"), True)
+cases(
+    4,
+    divide_factor_of_the_root_alone=lambda: factors((4,), ("outer",), False),
+    divide_factor_of_the_root_alone_with_sums=lambda: factors((4,), ("outer",), True),
+    divide_factor_with_replicas=lambda: factors((2, 2), ("outer", "inner"), False),
+    divide_factor_with_replicas_with_sums=lambda: factors((2, 2), ("outer", "inner"), True),
+    divide_factor_with_replicas_of_one_rank=lambda: factors((4, 1), ("outer", "inner"), False),
+    divide_factor_with_replicas_of_one_rank_with_sums=lambda: factors((4, 1), ("outer", "inner"), True),
+)
 
 
 @behaviour(2)
@@ -116,9 +95,7 @@ def force_sum_changes_no_value():
     model = shard(copy.deepcopy(plain))
     for m in (model, model[1], model[2]):
         m.set_force_sum_reduction_for_comms(True)
-    for m in (model, plain):
-        m(batch(3, 6)).square().sum().backward()
-    same_models(model, averaged(plain))
+    alike(model, plain, batch(3, 6))
 
 
 def buffers(shape, names):
@@ -141,14 +118,8 @@ def buffers(shape, names):
                     o.step(), o.zero_grad()
 
 
-@behaviour(2)
-def reduction_buffers_change_no_value():
-    buffers((2,), ("outer",))
-
-
-@behaviour(4)
-def reduction_buffers_change_no_value_with_replicas():
-    buffers((2, 2), ("outer", "inner"))
+cases(2, reduction_buffers_change_no_value=lambda: buffers((2,), ("outer",)))
+cases(4, reduction_buffers_change_no_value_with_replicas=lambda: buffers((2, 2), ("outer", "inner")))
 
 
 @behaviour(1)
@@ -165,9 +136,7 @@ def one_unit_with_more_buffers_than_others():
     plain = stack()
     model = shard(copy.deepcopy(plain))
     model[1].set_reduce_scatter_max_input_buffers(3, recurse=False)
-    for m in (model, plain):
-        m(batch(3, 6)).square().sum().backward()
-    same_models(model, averaged(plain))
+    alike(model, plain, batch(3, 6))
 
 
 def second_group(shape, names):
@@ -175,33 +144,19 @@ def second_group(shape, names):
     model = shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     for enable in (True, False, True):
         model.set_separate_reduce_scatter_group(enable)
-        for m in (model, plain):
-            m.zero_grad(), m(batch(3, 6)).square().sum().backward()
-        averaged(plain)
-        same_models(model, plain)
+        alike(model, plain, batch(3, 6), clear=True)
 
 
-@behaviour(2)
-def a_second_group_for_reductions():
-    second_group((2,), ("outer",))
-
-
-@behaviour(4)
-def a_second_group_for_reductions_with_replicas():
-    second_group((2, 2), ("outer", "inner"))
+cases(2, a_second_group_for_reductions=lambda: second_group((2,), ("outer",)))
+cases(4, a_second_group_for_reductions_with_replicas=lambda: second_group((2, 2), ("outer", "inner")))
 
 
 @behaviour(2)
 def ranks_that_use_different_parameters():
-    class Either(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return (self.a if rank() == 0 else self.b)(x)
-
-    plain = nn.Sequential(nn.Linear(4, 4), Either())
+    plain = nn.Sequential(
+        nn.Linear(4, 4),
+        Wired(lambda self, x: (self.a if rank() == 0 else self.b)(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
+    )
     model = copy.deepcopy(plain)
     fully_shard(model[1]), fully_shard(model)
     model.set_reduce_scatter_unused_params(True)
@@ -215,15 +170,13 @@ def ranks_that_use_different_parameters():
 
 @behaviour(2)
 def unused_on_all_ranks_is_zero_when_asked_for():
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 4))
-
-        def forward(self, x):
-            return (self.used @ x).sum()
-
-    model = fully_shard(One())
+    model = fully_shard(
+        Wired(
+            lambda self, x: (self.used @ x).sum(),
+            used=nn.Parameter(torch.randn(8, 4)),
+            unused=nn.Parameter(torch.randn(8, 4)),
+        )
+    )
     model.set_reduce_scatter_unused_params(True)
     model(torch.ones(4)).backward()
     same(model.unused.grad, torch.zeros(8, 4)), same(model.used.grad, torch.ones(8, 4))
@@ -265,29 +218,14 @@ def counted(setting, recurse):
     equal(gathers(backward), want, "all-gathers of backward")
 
 
-@behaviour(2)
-def reshard_after_forward_by_default_spares_the_root():
-    counted(None, True)
-
-
-@behaviour(2)
-def set_reshard_after_forward_true_for_all():
-    counted(True, True)
-
-
-@behaviour(2)
-def set_reshard_after_forward_true_for_the_root():
-    counted(True, False)
-
-
-@behaviour(2)
-def set_reshard_after_forward_false_for_all():
-    counted(False, True)
-
-
-@behaviour(2)
-def set_reshard_after_forward_false_for_the_root():
-    counted(False, False)
+cases(
+    2,
+    reshard_after_forward_by_default_spares_the_root=lambda: counted(None, True),
+    set_reshard_after_forward_true_for_all=lambda: counted(True, True),
+    set_reshard_after_forward_true_for_the_root=lambda: counted(True, False),
+    set_reshard_after_forward_false_for_all=lambda: counted(False, True),
+    set_reshard_after_forward_false_for_the_root=lambda: counted(False, False),
+)
 
 
 @behaviour(1)
@@ -313,7 +251,3 @@ def what_modules_show_after_forward():
                 m.reshard()
         assert all_sharded(model.parameters()), f"{setting}: after reshard()"
         del y
-
-
-if __name__ == "__main__":
-    main()

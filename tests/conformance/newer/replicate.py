@@ -24,28 +24,25 @@ from tests.conformance.newer.behaviours import (
     COUNTED,
     F32,
     MLP,
+    alike,
     all_sharded,
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
-    none_sharded,
     raises,
     rank,
     same,
     same_models,
+    stack,
+    units,
 )
-
-
-def stack():
-    return nn.Sequential(nn.Linear(6, 6), MLP(6), MLP(6))
+from tests.support.models import Wired
 
 
 def copies(model, **kw):
-    for block in (model[1], model[2]):
-        replicate(block, **kw)
-    return replicate(model, **kw)
+    return units(replicate, model, *model[1:], **kw)
 
 
 def train(model, plain, steps=3, tol=1e-5, dtype=F32, lr=1e-2):
@@ -119,12 +116,8 @@ def cast_to_float64_after_init():
 @behaviour(2)
 def under_a_root_and_alone():
     plain = nn.Sequential(MLP(6), MLP(6), MLP(6))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        replicate(m)
-    for m in (model, plain):
-        m(batch(2, 6)).square().sum().backward()
-    same_models(model, averaged(plain))
+    model = units(replicate, copy.deepcopy(plain))
+    alike(model, plain, batch(2, 6))
     for m in (model, plain):
         m.zero_grad(), m[0](batch(2, 6, seed=1)).square().sum().backward()
     same_models(model, averaged(plain))
@@ -132,15 +125,9 @@ def under_a_root_and_alone():
 
 @behaviour(2)
 def a_module_used_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 5)
-
-        def forward(self, x):
-            return self.outer(self.inner(x) + self.inner(x + 1))
-
-    plain = Twice()
+    plain = Wired(
+        lambda self, x: self.outer(self.inner(x) + self.inner(x + 1)), inner=nn.Linear(6, 6), outer=nn.Linear(6, 5)
+    )
     model = copy.deepcopy(plain)
     replicate(model.inner), replicate(model)
     train(model, plain)
@@ -149,9 +136,7 @@ def a_module_used_twice():
 @behaviour(2)
 def explicit_prefetching():
     plain = nn.Sequential(*(MLP(6) for _ in range(5)))
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        replicate(m)
+    model = units(replicate, copy.deepcopy(plain))
     for i in range(3):
         model[i].set_modules_to_forward_prefetch([model[i + 1], model[i + 2]])
     for i in range(2, 5):
@@ -217,29 +202,14 @@ def accumulate(mode, offload=False):
         model.zero_grad(set_to_none=bool(step)), plain.zero_grad()
 
 
-@behaviour(2)
-def accumulation_without_sync():
-    accumulate("all")
-
-
-@behaviour(2)
-def accumulation_without_all_reduce():
-    accumulate("all_reduce")
-
-
-@behaviour(2)
-def accumulation_with_the_root_waiting():
-    accumulate("root")
-
-
-@behaviour(2)
-def accumulation_with_a_block_waiting():
-    accumulate("block")
-
-
-@behaviour(2)
-def accumulation_offloaded():
-    accumulate("all", True)
+cases(
+    2,
+    accumulation_without_sync=lambda: accumulate("all"),
+    accumulation_without_all_reduce=lambda: accumulate("all_reduce"),
+    accumulation_with_the_root_waiting=lambda: accumulate("root"),
+    accumulation_with_a_block_waiting=lambda: accumulate("block"),
+    accumulation_offloaded=lambda: accumulate("all", True),
+)
 
 
 @behaviour(2)
@@ -275,15 +245,7 @@ def another_method_as_forward():
         def forward(self, x):
             return self.features(x).sum(1)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vision, self.head = Vision(), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.head(self.vision.features(x))
-
-    plain = Model()
+    plain = Wired(lambda self, x: self.head(self.vision.features(x)), vision=Vision(), head=nn.Linear(8, 4))
     model = copy.deepcopy(plain)
     (
         replicate(model.vision),
@@ -291,9 +253,7 @@ def another_method_as_forward():
         replicate(model),
         register_fsdp_forward_method(model.vision, "features"),
     )
-    for m in (model, plain):
-        m(batch(2, 3, 8, 8)).square().sum().backward()
-    same_models(model, averaged(plain))
+    alike(model, plain, batch(2, 3, 8, 8))
 
 
 @behaviour(4)
@@ -337,9 +297,7 @@ def beside_sharded_blocks():
             equal(p.placements, (Replicate(),), "replicated block")
         for p in model[2].parameters():
             equal(p.placements, (Shard(0),), "sharded block")
-        for m in (model, plain):
-            m(batch(3, 6)).square().sum().backward()
-        same_models(model, averaged(plain))
+        alike(model, plain, batch(3, 6))
 
 
 @behaviour(2)
@@ -361,20 +319,6 @@ def shard_axes_are_refused():
 
 
 @behaviour(2)
-def ignored_parameters_stay():
-    model = MLP(6)
-    ignored = set(model.out_proj.parameters())
-    replicate(model, ignored_params=ignored)
-    assert set(model.out_proj.parameters()) == ignored
-    assert none_sharded(ignored)
-    x = batch(2, 6)
-    model(x).square().sum().backward()
-    g = [torch.empty(6) for _ in range(2)]
-    dist.all_gather(g, model.out_proj.bias.grad)
-    assert not torch.equal(*g), "the gradient of an ignored parameter is this rank's own"
-
-
-@behaviour(2)
 def low_precision_compute():
     for dtype in (BF16, torch.float16):
         plain = nn.Sequential(nn.Linear(6, 6, bias=False))
@@ -388,65 +332,6 @@ def low_precision_compute():
         g = low[0].weight.grad.float()
         dist.all_reduce(g)
         same(model[0].weight.grad, g / 2, "grad", 1e-2), equal(model[0].weight.grad.dtype, F32, "grad dtype")
-
-
-@behaviour(2)
-def reduction_in_float32():
-    model = replicate(nn.Linear(6, 3, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
-    model(torch.full((1, 6), 256.0 if rank() == 0 else 1.0)).sum().backward()
-    same(model.weight.grad, torch.full((3, 6), 257 / 2)), equal(model.weight.grad.dtype, F32, "grad dtype")
-
-
-@behaviour(2)
-def accumulation_in_float32():
-    model = replicate(nn.Linear(6, 3, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32))
-    for i, value in enumerate((256.0, 1.0, 1.0)):
-        model.set_requires_gradient_sync(i == 2)
-        model(torch.full((1, 6), value)).sum().backward()
-    same(model.weight.grad, torch.full((3, 6), 258.0))
-
-
-class Seen(nn.Module):
-    def __init__(self, seen, cast=False):
-        super().__init__()
-        self.c1, self.c2, self.seen, self.cast = nn.Linear(8, 8), nn.Linear(8, 8), seen, cast
-        for name in ("c1", "c2"):
-            getattr(self, name).register_forward_pre_hook(lambda m, args, name=name: None)
-
-    def forward(self, x):
-        self.seen["root"] = x.dtype
-        x = self.c1(x)
-        return self.c2(x.to(self.c2.weight.dtype) if self.cast else x)
-
-
-class Inner(nn.Linear):
-    def forward(self, x):
-        self.seen[self.label] = x.dtype
-        return super().forward(x.to(self.weight.dtype))
-
-
-def seen_model():
-    seen, model = {}, Seen({})
-    for name in ("c1", "c2"):
-        inner = Inner(8, 8)
-        inner.seen, inner.label = seen, name
-        setattr(model, name, inner)
-    model.seen = seen
-    return seen, model
-
-
-@behaviour(2)
-def half_precision_of_one_module():
-    half = torch.float16
-    for which, kw, want in (
-        ("c2", {}, (F32, F32, half)),
-        ("c2", {"cast_forward_inputs": False}, (F32, F32, F32)),
-        ("c1", {"output_dtype": F32}, (F32, half, F32)),
-    ):
-        seen, model = seen_model()
-        replicate(getattr(model, which), mp_policy=MixedPrecisionPolicy(param_dtype=half, **kw)), replicate(model)
-        model(torch.zeros(2, 8)).sum().backward()
-        equal((seen["root"], seen["c1"], seen["c2"]), want, f"{which} {kw}")
 
 
 @behaviour(2)
@@ -472,10 +357,8 @@ def inputs_from_outside_the_model():
     for cast in (False, True):
         seen = {}
         model, half = Model(seen), torch.float16
-        (
-            replicate(model.l2, mp_policy=MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=cast)),
-            replicate(model, mp_policy=MixedPrecisionPolicy(param_dtype=half)),
-        )
+        replicate(model.l2, mp_policy=MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=cast))
+        replicate(model, mp_policy=MixedPrecisionPolicy(param_dtype=half))
         model(torch.zeros(2, 8)).sum().backward()
         equal((seen["root"], seen["x"], seen["y"]), (half, half, half if cast else F32), f"cast {cast}")
 
@@ -485,8 +368,7 @@ def norms_in_low_precision():
     for dtype in (BF16, torch.float16):
         for middle, x in ((nn.LayerNorm(8), (4, 8)), (nn.RMSNorm(8), (4, 8))):
             model = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8))
-            for m in (*model, model):
-                replicate(m, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            units(replicate, model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
             y = model(torch.randn(x))
             equal(y.dtype, dtype, "output")
             y.sum().backward()
@@ -512,15 +394,10 @@ def inputs_in_a_dataclass():
     class Input:
         x: torch.Tensor
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(10, 10)
-
-        def forward(self, i):
-            return self.layer(i.x)
-
-    model = replicate(Model(), mp_policy=MixedPrecisionPolicy(BF16, BF16, BF16, True))
+    model = replicate(
+        Wired(lambda self, i: self.layer(i.x), layer=nn.Linear(10, 10)),
+        mp_policy=MixedPrecisionPolicy(BF16, BF16, BF16, True),
+    )
     y = model(Input(torch.randn(2, 10)))
     equal(y.dtype, BF16, "output")
     y.sum().backward()
@@ -529,15 +406,9 @@ def inputs_in_a_dataclass():
 
 @behaviour(2)
 def forwards_under_jvp_and_vmap():
-    class Three(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 6)
-
-        def forward(self, z, t, r):
-            return self.b(torch.relu(self.a(torch.cat((z, t, r), -1))))
-
-    plain = Three()
+    plain = Wired(
+        lambda self, z, t, r: self.b(torch.relu(self.a(torch.cat((z, t, r), -1)))), a=nn.Linear(8, 6), b=nn.Linear(6, 6)
+    )
     model = copy.deepcopy(plain)
     for m in (model.a, model.b, model):
         replicate(m)
@@ -550,7 +421,3 @@ def forwards_under_jvp_and_vmap():
             (out.square().mean() + tangent.square().mean()).backward()
         same_models(model, averaged(plain))
         model.zero_grad(), plain.zero_grad()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,6 @@
 """State dicts held through training, full ones given out by rank 0, meta models, optimizer state."""
 
-import tempfile as _tempfile
-
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 
 from sherd import fully_shard
-from tests.conformance.newer.behaviours import MLP, batch, behaviour, equal, full, main, rank, same, same_models
+from tests.conformance.newer.behaviours import MLP, batch, behaviour, equal, folder, full, rank, same, same_models
 
 
 def shard(model, **kw):
@@ -26,12 +23,6 @@ def shard(model, **kw):
         if next(m.parameters(), None) is not None:
             fully_shard(m, **kw)
     return fully_shard(model, **kw)
-
-
-def folder():
-    name = [_tempfile.mkdtemp() if rank() == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
 
 
 @behaviour(2)
@@ -287,7 +278,3 @@ def local_tensors_with_global_shapes_in_dcp():
     columns = piece(torch.zeros(6, 2), (6, 4), (0, 2 * rank()))
     dcp.load({"w": columns}, checkpoint_id=where)
     same(columns, whole[:, 2 * rank() : 2 * rank() + 2], "shards read into pieces", 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,11 @@
 
 import copy
 import glob
-import tempfile as _tempfile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -17,52 +17,38 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from sherd import fully_shard
-from tests.conformance.newer.behaviours import batch, behaviour, equal, full, main, raises, rank, same, same_models
+from tests.conformance.newer.behaviours import (
+    batch,
+    behaviour,
+    cases,
+    equal,
+    folder,
+    full,
+    raises,
+    rank,
+    same,
+    same_models,
+    units,
+)
 
 
-def folder():
-    name = [_tempfile.mkdtemp() if rank() == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
-
-
-def models(seed=1, sizes=(5, 7, 3), fn=None, mesh=None):
+def models(seed=1, **kw):
     torch.manual_seed(seed)
-    plain = nn.Sequential(
-        nn.Linear(sizes[0], sizes[1]), nn.Linear(sizes[1], sizes[2]), nn.Linear(sizes[2], 1, bias=False)
-    )
-    model = copy.deepcopy(plain)
-    for m in (*model, model):
-        fully_shard(m, **({"shard_placement_fn": fn} if fn else {}), **({"mesh": mesh} if mesh else {}))
-    return model, plain
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1, bias=False))
+    return units(fully_shard, copy.deepcopy(plain), **kw), plain
 
 
-@behaviour(2)
-def safetensors_of_shards_read_into_shards():
-    model, plain = models()
-    where = folder()
-    dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(path=where, save_distributed=True))
-    other, _ = models(2)
+def read_into(other, where, plain):
     state = other.state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(where))
     other.load_state_dict(state)
     same_models(other, plain, grads=False, tol=0)
 
 
-@behaviour(2)
-def safetensors_consolidated():
-    from safetensors.torch import load_file
-
-    model, plain = models()
-    where = folder()
-    dcp.save(
-        model.state_dict(),
-        storage_writer=HuggingFaceStorageWriter(path=where, save_distributed=True, enable_consolidation=True),
-    )
-    dist.barrier()
+def assert_files_hold(where, plain):
     found = {}
     for name in glob.glob(where + "/*.safetensors"):
         found.update(load_file(name))
@@ -71,58 +57,53 @@ def safetensors_consolidated():
         same(found[k], v, k, 0)
 
 
+def written_and_read(shape, names):
+    model, plain = models(mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    where = folder()
+    dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(path=where, save_distributed=True))
+    read_into(models(2)[0], where, plain)
+
+
+cases(2, safetensors_of_shards_read_into_shards=lambda: written_and_read((2,), ("shard",)))
+cases(4, safetensors_of_replicas_of_shards=lambda: written_and_read((2, 2), ("rep", "shard")))
+
+
+@behaviour(2)
+def safetensors_consolidated():
+    model, plain = models()
+    where = folder()
+    writer = HuggingFaceStorageWriter(path=where, save_distributed=True, enable_consolidation=True)
+    dcp.save(model.state_dict(), storage_writer=writer)
+    dist.barrier()
+    assert_files_hold(where, plain)
+
+
 @behaviour(2)
 def safetensors_of_a_full_state_on_rank_0():
-    from safetensors.torch import load_file
-
     model, plain = models()
     where = folder()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank() == 0:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(path=where), no_dist=True)
-        found = {}
-        for name in glob.glob(where + "/*.safetensors"):
-            found.update(load_file(name))
-        for k, v in plain.state_dict().items():
-            same(found[k], v, k, 0)
+        assert_files_hold(where, plain)
 
 
 @behaviour(2)
 def safetensors_of_a_plain_model_read_into_shards():
-    from safetensors.torch import save_file
-
     _, plain = models()
     where = folder()
     if rank() == 0:
         save_file(plain.state_dict(), where + "/model-00001-of-00001.safetensors")
     dist.barrier()
-    for fn in (None, lambda p: Shard(p.dim() - 1)):
-        torch.manual_seed(2)
-        other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1, bias=False)) if fn is None else None
-        if other is None:
-            continue
-        fully_shard(other)
-        state = other.state_dict()
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(where))
-        other.load_state_dict(state)
-        same_models(other, plain, grads=False, tol=0)
+    torch.manual_seed(2)
+    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1, bias=False))
+    read_into(fully_shard(other), where, plain)
 
 
-@behaviour(4)
-def safetensors_of_replicas_of_shards():
-    model, plain = models(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard")))
-    where = folder()
-    dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(path=where, save_distributed=True))
-    other, _ = models(2)
-    state = other.state_dict()
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(where))
-    other.load_state_dict(state)
-    same_models(other, plain, grads=False, tol=0)
-
-
-def staged(**kw):
+def staged(in_shared_memory):
     model, plain = models()
-    stager = DefaultStager(StagingOptions(**kw))
+    others = {"use_pinned_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
+    stager = DefaultStager(StagingOptions(use_shared_memory=in_shared_memory, **others))
     state = stager.stage(model.state_dict())
     state = state.result() if hasattr(state, "result") else state
     with torch.no_grad():
@@ -134,14 +115,7 @@ def staged(**kw):
     stager.close()
 
 
-@behaviour(2)
-def staged_at_once():
-    staged(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
-
-
-@behaviour(2)
-def staged_in_shared_memory():
-    staged(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+cases(2, staged_at_once=lambda: staged(False), staged_in_shared_memory=lambda: staged(True))
 
 
 @behaviour(2)
@@ -194,7 +168,3 @@ def strict_and_not_when_keys_differ():
     equal((found.missing_keys, found.unexpected_keys), (["0.weight"], ["more"]), "what set_model_state_dict returns")
     del state["more"]
     raises(RuntimeError, lambda: set_model_state_dict(model, state), "a missing key")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,8 +13,8 @@ from tests.conformance.newer.behaviours import (
     averaged,
     batch,
     behaviour,
+    cases,
     equal,
-    main,
     raises,
     rank,
     same,
@@ -35,7 +35,8 @@ def other_dim(p):
     return Shard(1) if any(isinstance(x, Shard) and x.dim == 0 for x in p.placements) else Shard(0)
 
 
-def trains(shape, names, dims, tp=False, reshard=True, replicated=False):
+def trains(shape, names, *, tp=False, reshard=True, replicated=False, **dims):
+    dims = DataParallelMeshDims(**dims)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     plain = MLP(16)
     model = copy.deepcopy(plain)
@@ -66,54 +67,26 @@ def trains(shape, names, dims, tp=False, reshard=True, replicated=False):
     same_models(model, plain, grads=False, tol=1e-4)
 
 
-@behaviour(2)
-def one_axis_sharded():
-    trains((2,), ("fsdp",), DataParallelMeshDims(shard="fsdp"))
+cases(
+    2,
+    one_axis_sharded=lambda: trains((2,), ("fsdp",), shard="fsdp"),
+    one_axis_sharded_and_kept=lambda: trains((2,), ("fsdp",), shard="fsdp", reshard=False),
+    one_axis_replicated=lambda: trains((2,), ("ddp",), replicate="ddp"),
+    one_axis_by_replicate=lambda: trains((2,), ("ddp",), replicate="ddp", replicated=True),
+)
 
 
-@behaviour(2)
-def one_axis_sharded_and_kept():
-    trains((2,), ("fsdp",), DataParallelMeshDims(shard="fsdp"), reshard=False)
-
-
-@behaviour(2)
-def one_axis_replicated():
-    trains((2,), ("ddp",), DataParallelMeshDims(replicate="ddp"))
-
-
-@behaviour(2)
-def one_axis_by_replicate():
-    trains((2,), ("ddp",), DataParallelMeshDims(replicate="ddp"), replicated=True)
-
-
-@behaviour(4)
-def replicas_and_shards():
-    trains((2, 2), ("rep", "shard"), DataParallelMeshDims(shard="shard", replicate="rep"))
-
-
-@behaviour(4)
-def two_shard_axes():
-    trains((2, 2), ("dp0", "dp1"), DataParallelMeshDims(shard=("dp0", "dp1")))
-
-
-@behaviour(4)
-def shards_and_tensor_parallel():
-    trains((2, 2), ("fsdp", "tp"), DataParallelMeshDims(shard="fsdp"), tp=True)
-
-
-@behaviour(4)
-def shards_and_tensor_parallel_kept():
-    trains((2, 2), ("fsdp", "tp"), DataParallelMeshDims(shard="fsdp"), tp=True, reshard=False)
-
-
-@behaviour(4)
-def replicas_shards_and_tensor_parallel():
-    trains((1, 2, 2), ("rep", "fsdp", "tp"), DataParallelMeshDims(shard="fsdp", replicate="rep"), tp=True)
-
-
-@behaviour(4)
-def two_replicate_axes():
-    trains((1, 2, 2), ("r0", "r1", "fsdp"), DataParallelMeshDims(shard="fsdp", replicate=("r0", "r1")))
+cases(
+    4,
+    replicas_and_shards=lambda: trains((2, 2), ("rep", "shard"), shard="shard", replicate="rep"),
+    two_shard_axes=lambda: trains((2, 2), ("dp0", "dp1"), shard=("dp0", "dp1")),
+    shards_and_tensor_parallel=lambda: trains((2, 2), ("fsdp", "tp"), shard="fsdp", tp=True),
+    shards_and_tensor_parallel_kept=lambda: trains((2, 2), ("fsdp", "tp"), shard="fsdp", tp=True, reshard=False),
+    replicas_shards_and_tensor_parallel=lambda: trains(
+        (1, 2, 2), ("rep", "fsdp", "tp"), shard="fsdp", replicate="rep", tp=True
+    ),
+    two_replicate_axes=lambda: trains((1, 2, 2), ("r0", "r1", "fsdp"), shard="fsdp", replicate=("r0", "r1")),
+)
 
 
 @behaviour(2)
@@ -178,7 +151,3 @@ def a_parameter_on_another_mesh_is_refused():
 @behaviour(1)
 def no_axis_at_all_is_refused():
     raises(ValueError, DataParallelMeshDims, "DataParallelMeshDims()")
-
-
-if __name__ == "__main__":
-    main()

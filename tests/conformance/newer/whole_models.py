@@ -13,15 +13,16 @@ from sherd import fully_shard, share_comm_ctx
 from tests.conformance.newer.behaviours import (
     BF16,
     MLP,
+    alike,
     averaged,
     batch,
     behaviour,
     equal,
-    main,
     rank,
     same,
     same_models,
 )
+from tests.support.models import Wired
 
 
 class Tied(nn.Module):
@@ -40,10 +41,8 @@ def tied_rows_cut_unevenly_all_train():
     for reshard in (True, False):
         plain = Tied(words)
         model = copy.deepcopy(plain)
-        (
-            fully_shard([model.embed, model.out], reshard_after_forward=reshard),
-            fully_shard(model, reshard_after_forward=reshard),
-        )
+        fully_shard([model.embed, model.out], reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
         for i in range(3):
             ids = torch.randint(0, words, (2, 8), generator=torch.Generator().manual_seed(9 * i + rank()))
@@ -90,22 +89,12 @@ def blocks_made_and_sharded_one_at_a_time():
         del block
         gc.collect()
     fully_shard(model)
-    for m in (model, plain):
-        m(batch(2, 6)).square().sum().backward()
-    same_models(model, averaged(plain), tol=1e-4)
+    alike(model, plain, batch(2, 6), tol=1e-4)
 
 
 @behaviour(2)
 def a_forward_without_inputs():
-    class Only(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self):
-            return self.weight @ self.weight
-
-    plain = Only()
+    plain = Wired(lambda self: self.weight @ self.weight, weight=nn.Parameter(torch.randn(4, 4)))
     model = fully_shard(copy.deepcopy(plain))
     for m in (model, plain):
         out = m()
@@ -282,7 +271,3 @@ def cast_after_a_backward_as_a_plain_module():
         for kind in (torch.optim.SGD, torch.optim.Adam):
             m(x.to(BF16)).sum().backward(), kind(m.parameters(), lr=0.01).step()
     same_models(model, plain, tol=1e-2)
-
-
-if __name__ == "__main__":
-    main()
