@@ -21,7 +21,7 @@ The cases, and a test that shows each:
     twice     the second gradient of a parameter is added to the first in the rows; after TAKEN it is in rows of its
               own: test_a_graph_that_is_gone_through_twice_and_one_of_gradients_bring_what_they_do_in_plain
     tied      autograd adds up the gradients of all uses, also in other units, before the hook is called:
-              test_a_unit_that_borrows_a_tied_weight_unshards_its_owner
+              test_a_weight_of_several_units_or_calls_is_whole_for_each_whichever_runs_first
     borrowed  a large gradient that is alone in its group is its own rows, uncopied:
               test_a_gradient_that_may_be_borrowed_is_scaled_once_it_was_summed
     kept      EXPECTING ─▶ IDLE without a reduction (`no_sync`): the rows stay, and the next backward adds to them:
