@@ -64,7 +64,7 @@ FIGURES = {
     "files of a walk: backward": (17, 15),
     "files of a walk: save": (23, 25),
     "files of a walk: load": (25, 25),
-    "files of a walk: plan": (89, 80),
+    "files of a walk: plan": (90, 80),
     "hops in forward": (128, 140),
     "hops in backward": (179, 200),
 }
