@@ -29,7 +29,6 @@ from sherd.tensor.local_step import LocalStep, params_of
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, part_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.relayout import laid_out
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -254,6 +253,8 @@ def adopt_state(optimizer: Optimizer) -> None:
     DTensor with a copy on every rank, like the scalar. So does a plain tensor of the shape of this rank's part, which a
     user has put in their place, under an optimizer that is known to keep no such state itself.
     """
+    from sherd.tensor.relayout import laid_out  # seldom needed, so loaded late: tests/test_storeys.py
+
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise, keeps_parts = elementwise_keys(states), takes_parts(type(optimizer))  # type: ignore[arg-type]
     for parameter, state in states:
@@ -284,6 +285,8 @@ def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
     if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
         return value
+    from sherd.tensor.relayout import laid_out
+
     cut = layout.cut if shape == layout.shape else layout.owned_cut(shape)
     return laid_out(value, layout.like(cut).spec(value.dtype), value.device)
 
