@@ -68,7 +68,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     said = "of a step, over all ranks; unless told, one per rank; several are planned one by one"
     p.add_argument("--samples", nargs="+", type=count, metavar="N", help=said)
-    p.add_argument("--tokens", type=_count, metavar="N", help="of a whole run, as 1.4T: tell its days and its price")
+    p.add_argument("--tokens", type=_count, metavar="N", help="of the full run, as 1.4T: tell its days and its price")
     p.add_argument("--context", type=count, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw-fused unless told, or the config's")
