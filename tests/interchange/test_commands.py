@@ -83,7 +83,7 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
     assert lines[0] == f"{tmp_path / 'a'}: sherd, step 7, 1 tensors, 32 B"
     assert "saved by 4 ranks" in lines[1]
     assert lines[3:6] == ["model: module, 1 tensors, 32 B", lines[4], "  tied = w"]
-    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "2", "pieces"]
+    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "2", "parts"]
     code, out, _ = run("inspect", tmp_path / "a", "--json")
     found = json.loads(out)
     assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 2}}
@@ -92,7 +92,7 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
     _, out, _ = run("inspect", tmp_path / "all")
     assert '  group 0: 2 parameters, {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": null}' in out
     assert '  state of 2 parameters: {"step": {"$scalar": ["F32", 3.0]}}' in out
-    assert "pieces" not in out
+    assert " parts" not in out
 
 
 def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there_are_no_checksums(tmp_path, run):
