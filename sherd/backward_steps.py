@@ -6,7 +6,7 @@
 
 Gradients of all parameters never exist at once, and with CPU offload the host steps one unit while the device goes on
 with the next units. Fused steps within backward are known from LOMO (Lv et al. 2023) and from torch's
-`register_post_accumulate_grad_hook`; here whole units are stepped, in few calls.
+`register_post_accumulate_grad_hook`; here all parameters of a unit are stepped together, in few calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepsInBackward:
         runtime = None if unit is None else Runtime.over(unit)
         if unit is None or runtime is None or not runtime.is_in_last_backward:
             return
-        # Backward would gather values that it has not read yet anew, from the stepped shards.
+        # Backward would gather values that it has not read yet again, from shards that are already stepped.
         if not all(weights.is_unread for weights in unit.weights):
             return
         parameters = (each for record in unit.parameters for each in (record.shard, record.optimizer_param))
@@ -84,8 +84,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
             optimizer.step()                   # steps the rest: parameters outside of units
             optimizer.zero_grad()
 
-    `sherd.Muon` and `MatrixOptimizer` wait late: what the matrices of a unit send travels beside the backward of the
-    units before it, and updates are there when backward is over. Their hooks on steps are called before that.
+    `sherd.Muon` and `MatrixOptimizer` wait late: the communication for a unit's matrices overlaps with the backward of
+    the units before it, and the updates are complete when backward ends. Their hooks on steps are called before that.
 
     The training loop, its schedulers, checkpoints and results stay the same. Of several backwards before a step, the
     last one steps, if `sherd.accumulate`, `no_sync` or `set_is_last_backward(False)` announces the others. A unit that

@@ -1,6 +1,6 @@
 """Gradient clipping by the norm of all gradients, under any placements.
 
-Each rank reduces its pieces of gradients to one number per set of process groups that shard them. Each process group
+Each rank reduces its shards of gradients to one number per set of process groups that shard them. Each process group
 then has one all-reduce, even for ranks that hold no gradient:
 
     gradient            placements                 is joined over
@@ -52,7 +52,7 @@ def clip_grad_norm_(
     parameter has one all-reduce.
 
     All ranks of a mesh give the same parameters. The parameters alone say which ranks take part, so that gradients may
-    be missing on some ranks (they count as zeros there) and pieces may be empty. Only a gradient that is sharded over
+    be missing on some ranks (they count as zeros there) and shards may be empty. Only a gradient that is sharded over
     an axis on which its parameter is replicated must exist on all ranks.
 
     Args:
@@ -73,7 +73,7 @@ def clip_grad_norm_(
     Raises:
         GradientError: a gradient with a Partial placement; the norm is not finite and `error_if_nonfinite` is set.
         CommError: a rank has died, or did not come before the group's timeout.
-        MeshError: a parameter lies on a mesh that this rank is not in, or whose process group was destroyed.
+        MeshError: a parameter is on a mesh that this rank is not in, or whose process group was destroyed.
         PolicyError: `norm_type` is negative or nan.
         StateError: `step_in_backward` steps a unit of the parameters before there is a norm.
     """
@@ -83,7 +83,7 @@ def clip_grad_norm_(
     if not each_once and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "clip_grad_norm_ was given a generator without parameters (used up before?), so nothing is clipped; pass "
-            "a list, or model.parameters() anew for each call",
+            "a list, or model.parameters() again for each call",
             stacklevel=3,
         )
     max_norm, power, fused = float(max_norm), float(norm_type), foreach is not False
@@ -135,15 +135,15 @@ def note_of_several(what: str, values: Sequence[object], parameters: Iterable[Te
 
 
 class _Gradients:
-    """This rank's pieces of all gradients.
+    """This rank's shards of all gradients.
 
     device: the first parameter's device.
     is_wide: a parameter has 64 bits. The parameters decide, since a gradient may be missing on one rank only.
     devices: the device of each process group's collectives, in the order in which all ranks call them.
-    counted: the pieces that the norm counts on this rank, by the process groups that join the norm.
-    scaled: the pieces that are to be scaled, including pieces that the norm counts on another rank.
+    counted: the shards that the norm counts on this rank, by the process groups that join the norm.
+    scaled: the shards that are to be scaled, including shards that the norm counts on another rank.
 
-    `counted` and `scaled` have lists of nonempty pieces, each list of one dtype and device.
+    `counted` and `scaled` have lists of nonempty shards, each list of one dtype and device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -175,7 +175,7 @@ class _Gradients:
             self.counted.setdefault(groups, []).extend(sorted_pieces)
 
     def _list_of(self, layout_key: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
-        """Returns the list for pieces with the layout of `layout_key`, and notes the groups that shard the pieces.
+        """Returns the list for shards with the layout of `layout_key`, and notes the groups that shard the tensor.
 
         `what` is, for errors, "it" for the parameter, or "its gradient".
         """
@@ -198,7 +198,7 @@ def _spec_or_dtype(tensor: Tensor) -> DTensorSpec | torch.dtype:
 
 
 def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
-    """Raise if this rank cannot know the norm of its piece: the spec is Partial, or this rank is not in the mesh."""
+    """Raise if this rank cannot know the norm of its shard: the spec is Partial, or this rank is not in the mesh."""
     record = ShardedParameter.of(parameter)
     name = f"parameter {index}, of shape {tuple(parameter.shape)}" if record is None else record.name
     if any(placement.is_partial() for placement in spec.placements):
@@ -234,14 +234,14 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
 
 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
-    """Returns the number that this rank sends for its pieces."""
+    """Returns the number that this rank sends for its shards."""
     dtype = sum_dtype(torch.float32, home)
     norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
     return row.fold(row.send(torch.cat(norms or [row.nothing(dtype, home).reshape(1)])), -1)
 
 
 def _scale(lists: Sequence[list[Tensor]], factor: Tensor, fused: bool) -> None:
-    """Multiply all pieces in place, also by a factor of 1: reading the factor would wait for the device."""
+    """Multiply all shards in place, also by a factor of 1: reading the factor would wait for the device."""
     for pieces in lists:
         # A factor of the gradients' own dtype has fused kernels. A half-precision factor would be rounded by up to
         # 0.4 %, in one direction for all elements, so half-precision gradients are multiplied by the wider factor.

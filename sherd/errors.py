@@ -18,7 +18,7 @@
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
     ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
     │   ├── NoCheckpointError FileNotFoundError  a folder without a complete checkpoint
-    │   └── StorageError              storage that fails, so that nobody knows which checkpoints are complete
+    │   └── StorageError              storage that fails, so it is unknown which checkpoints are complete
     ├── ClusterError    ValueError    a cluster file that cannot be read, or with a wrong entry
     ├── InputError      ValueError    an unusable argument of the `sherd` command or of `plan`
     ├── MemoryLimitError MemoryError  tensors take more bytes than the user allows
@@ -142,13 +142,13 @@ class CheckpointError(SherdError, RuntimeError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """A folder in which no save has ended, so that a run begins anew."""
+    """A folder in which no save has ended, so that a run starts from the beginning."""
 
 
 class StorageError(CheckpointError):
-    """Storage that fails, so that nobody knows which checkpoints are complete.
+    """Storage that fails, so that it is unknown which checkpoints are complete.
 
-    No older checkpoint is loaded instead, and a run does not begin anew. Try again once the storage answers.
+    No older checkpoint is loaded instead, and a run does not start again. Try again once the storage answers.
     """
 
 

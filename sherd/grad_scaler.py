@@ -82,7 +82,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's pieces. Returns the flags of all ranks, one per device.
+        """Unscale this rank's shards. Returns the flags of all ranks, one per device.
 
         `unscale_` calls the method. So does `step`, with an `inv_scale` of 1, for optimizers that unscale by
         themselves. GradScaler (2.11 to 2.13) has no public method for the flags, and torch's own sharded scaler

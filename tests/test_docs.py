@@ -274,22 +274,11 @@ def remarks(source):
     return "\n".join([*comments, *(each for each in constants if isinstance(each, str) and " " in each)])
 
 
-NOT_YET_PLAIN = {"sherd"} | {
-    f"sherd/{name}"
-    for name in (
-        *("api", "checkpoint", "cli", "comm", "engine/between", "engine/moves", "engine/run", "engine/state", "fsdp1"),
-        *("guard", "interop", "memory", "optim", "schedule", "storage", "tensor", "tools", "tools/convert"),
-        *("tools/doctor", "tools/plan", "tools/simulate", "tools/verify", "uneven", "wrap"),
-    )
-}
-"""Folders of the library whose words are still to be gone through."""
-
-
 def test_the_librarys_remarks_and_messages_are_written_in_plain_words():
     found = {
         name_of(path): words
         for path in sorted(ROOT.glob("sherd/**/*.py"))
-        if name_of(path.parent) not in NOT_YET_PLAIN and (words := list(old_words(remarks(path.read_text()))))
+        if (words := list(old_words(remarks(path.read_text()))))
     }
     assert found == {}
 

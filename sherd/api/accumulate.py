@@ -25,7 +25,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
 
     A backward before the last one reduces only over axes over which gradients are sharded (`Placements.gradient`). With
     HSDP each backward reduces within a replica, and the last backward over the replicas; with ZeRO-1 and DDP only the
-    last backward reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once;
+    last backward reduces. Parameters that are kept unsharded, or whose shards replicas divide, are updated once;
     outside this context they are updated at every forward, as the program may have written to them. Gradients that wait
     for the replicas have the parameters' dtype, not the reduce dtype. The caller divides the losses.
 

@@ -89,7 +89,7 @@ class UnitCall:
 def rewrapped(
     model: nn.Module, units: Sequence[UnitCall], lists: Iterable[Sequence[nn.Module]], wrapping: Wrapping
 ) -> list[UnitCall]:
-    """Returns the units of `model` besides the root, children before their parents, as `wrapping` says.
+    """Returns the units of `model` without the root, children before their parents, as `wrapping` says.
 
     Args:
         model: the root.

@@ -55,7 +55,7 @@ class Placements(_PerAxis):
 
     Gradient and optimizer may be `Owned()` where the parameter is cut otherwise: the full gradient of each tensor with
     two dims or more is reduced to one rank, which keeps the optimizer's state of the tensor and computes its update.
-    This is for optimizers of whole matrices (`sherd.Muon`, `sherd.MatrixOptimizer`); others refuse such gradients.
+    This is for optimizers of full matrices (`sherd.Muon`, `sherd.MatrixOptimizer`); others refuse such gradients.
 
     Over two axes, HSDP is DDP across replicas and ZeRO-3 within a replica; HFSDP is ZeRO-1 across and ZeRO-3 within.
     The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",

@@ -81,8 +81,8 @@ def iter_full_parameters(
         for name, weight in sherd.iter_full_parameters(model, dtype=torch.bfloat16):
             engine.load_weights([(name, weight)])
 
-    Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. Besides the
-    shards, this takes two buckets (three over gloo), the largest parameter, and the part of one bucket that this rank
+    Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. This takes two
+    buckets more than the shards (three over gloo), the largest parameter, and the part of one bucket that this rank
     sends. A tensor belongs to the caller: nothing writes it again, and it lives as long as the caller keeps it. A tied
     parameter comes once, under its first name. Names are those of the plain model, without the parts that wrappers add.
 

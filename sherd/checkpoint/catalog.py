@@ -102,7 +102,7 @@ class Catalog:
             if key not in self._by_optimizer_param:
                 self._by_optimizer_param[key] = _entry(paths.get(key, path), record, parameter, names)
         self.entries = list(self._by_optimizer_param.values())
-        for path, record, parameter in places:  # optimizers of whole matrices have members of flat parameters
+        for path, record, parameter in places:  # optimizers that need full matrices step members of flat parameters
             if record is not None and parameter is not record.optimizer_param:
                 self._by_optimizer_param.setdefault(id(record.shard), _shard_entry(path, record, names))
         self._by_path = {plain_name(entry.path): entry for entry in self.all_entries}

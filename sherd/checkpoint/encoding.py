@@ -108,7 +108,7 @@ def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_bytes: int = CHUNK_BYTES) -> None:
     """Fill `target`, which has the shape of `part`, with that part of the tensor `name`, in `target`'s dtype.
 
-    It takes at most `most_bytes` of memory besides `target`, and one block of each file.
+    This takes at most `most_bytes` of memory in addition to `target`, and one block of each file.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -117,7 +117,7 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
     for file, stored, piece in opened.pieces(name, part):
         shared = piece.intersect(part)
         if shared is None:
-            continue  # a piece without elements
+            continue  # a stored part without elements
         if target.dtype == dtype and target.device.type == "cpu":
             first, place = start_of_run(piece, shared), target[shared.within(part)]
             if first is not None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):

@@ -1,7 +1,7 @@
-"""The pieces of a tensor that ranks hold, and which rank writes which piece.
+"""The parts of a tensor that ranks hold, and which rank writes which part.
 
-Every rank derives from the layouts of its tensors which file the pieces of all ranks go to; ranks exchange nothing.
-Each piece is written once, and each rank writes about as many bytes.
+Every rank derives from the layouts of its tensors which file the parts of all ranks go to; ranks exchange nothing.
+Each part is written once, and each rank writes about as many bytes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MeshCopies:
 
     Args:
         files: the files of the mesh's ranks, by which ranks recognise each other's mesh.
-        firsts: the file of the first piece of each copy.
-        cuts: how a copy is cut. None: each rank lists its own pieces.
-        own: the copy that this rank has a piece of. None: this rank is not in the mesh.
+        firsts: the file of the first part of each copy.
+        cuts: how a copy is cut. None: each rank lists its own parts.
+        own: the copy that this rank has a part of. None: this rank is not in the mesh.
     """
 
     files: tuple[int, ...]
@@ -66,7 +66,7 @@ class Described:
 
     @cached_property
     def variant(self) -> tuple[object, ...]:
-        """The key that two ranks share if they hold pieces, or copies, of one tensor."""
+        """The key that two ranks share if they hold parts, or copies, of one tensor."""
         of_mesh = (self.copies.files, self.copies.firsts, self.copies.cuts) if self.copies else None
         return self.dtype, self.shape, of_mesh
 
@@ -118,13 +118,13 @@ class Layouts:
         return self._known[key]
 
 
-# This rank's pieces
+# This rank's parts
 
 
 def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Returns this rank's pieces of `tensor`, each with its memory.
+    """Returns this rank's parts of `tensor`, each with its memory.
 
-    A plain tensor is one piece, and so is a tensor without elements.
+    A plain tensor is one part, and so is a tensor without elements.
     """
     if not tensor.numel():
         return [(whole(tuple(tensor.shape)), torch.empty(tensor.shape, dtype=tensor.dtype))]

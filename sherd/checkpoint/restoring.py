@@ -1,4 +1,4 @@
-"""A load: the first rank chooses a checkpoint, all ranks open it, and each reads its own pieces."""
+"""A load: the first rank chooses a checkpoint, all ranks open it, and each reads its own parts."""
 
 from __future__ import annotations
 

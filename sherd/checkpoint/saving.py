@@ -189,7 +189,7 @@ def _parts_of(state: State, entry: OptimizerEntry) -> tuple[dict[str, DTensor], 
 # The comparison of ranks
 
 PART, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
-AT_OWNER = "a tensor of another shape, whole at the parameter's owner"
+AT_OWNER = "a tensor of another shape, complete at the parameter's owner"
 LIKE_PART = "a plain tensor of the shape of this rank's part"
 """It is a part if every rank has a tensor of the shape of its part. Otherwise the shape is a coincidence."""
 

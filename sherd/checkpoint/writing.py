@@ -43,7 +43,7 @@ class Parts:
 
     Args:
         tensors: the content of its file, by the names in it.
-        listed: the boxes of tensors whose ranks list their own pieces.
+        listed: the boxes of tensors whose ranks list their own parts.
         private: dtype and shape of the tensors that only this rank has.
         values: this rank's own values, as JSON.
     """
@@ -125,7 +125,7 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
 
     Raises:
         CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor; or
-            a rank of a tensor's mesh has no piece of it.
+            a rank of a tensor's mesh has no part of it.
     """
     variants: dict[str, dict[tuple[object, ...], set[int]]] = {}
     for party in parties:
@@ -189,7 +189,7 @@ def _parts(
     """Returns the content of this rank's file.
 
     Raises:
-        CheckpointError: two pieces would have one name in a file, or a value of `own` cannot be saved.
+        CheckpointError: two parts would have one name in a file, or a value of `own` cannot be saved.
     """
     parts: dict[str, torch.Tensor] = {}
     listed: dict[str, list[Box]] = {}
@@ -363,7 +363,7 @@ def write(plan: SavePlan, contents: Mapping[str, Content], ranks: Ranks, folder:
 def _require_readable(place: Place, manifest: Manifest, ranks: Ranks) -> None:
     """Raises CheckpointError if a reader would refuse the manifest, or if this rank does not see all ranks' files.
 
-    A reader refuses a manifest if the ranks' pieces do not make up a tensor.
+    A reader refuses a manifest if the ranks' parts do not make up a tensor.
     """
     parsed(manifest.to_bytes(), f"{place}/{MANIFEST}")
     unseen = faults(place, manifest.files, manifest.block_bytes)

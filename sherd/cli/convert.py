@@ -127,9 +127,9 @@ def _verify(args: argparse.Namespace) -> int:
         for each in found:
             say(f"{each.file}: {each.what}")
         for number, why in others.items():
-            say(f"step {number} is not whole: {why}")
+            say(f"step {number} is not complete: {why}")
         how = "" if checked else f"; the format {source.format} has no checksums, so changed bytes are not noticed"
-        say(f"{what} is damaged" if found else f"{what} is whole{how}")
+        say(f"{what} is damaged" if found else f"{what} is intact{how}")
     return 1 if found else 0
 
 
@@ -150,9 +150,9 @@ def _diff(args: argparse.Namespace) -> int:
         most = "" if each.max_abs is None else f", at most by {each.max_abs:.6g} (relative {each.max_rel:.6g})"
         say(f"{each.name}: {each.what}{most}")
     is_same_model = models and not any(each.name.partition("/")[0] in models for each in found)
-    beside = "the models are the same; beside them " if is_same_model else ""
+    prefix = "the models are the same; apart from them " if is_same_model else ""
     many = f"{len(found)} difference{'s' * (len(found) > 1)}"
-    say(f"{beside}{many}" if found else f"{args.source} and {args.other} are the same")
+    say(f"{prefix}{many}" if found else f"{args.source} and {args.other} are the same")
     return 1 if found else 0
 
 

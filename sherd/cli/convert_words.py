@@ -44,7 +44,7 @@ def add_interchange(commands: Any) -> None:
     p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
     _format(p, "--from", "PATH")
 
-    codes = f"exit code: 0, it is whole; 1, it is damaged; {BAD_INPUT}, it cannot be opened"
+    codes = f"exit code: 0, it is intact; 1, it is damaged; {BAD_INPUT}, it cannot be opened"
     p = _command(commands, "verify", "read all of a checkpoint, and compare it with its checksums", codes)
     p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
     _format(p, "--from", "PATH")

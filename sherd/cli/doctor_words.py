@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sherd.cli.options import reader
+from sherd.cli.options import add_command, reader
 from sherd.cli.terminal import say
 from sherd.tools.doctor.findings import as_json, as_table, exit_code
 from sherd.tools.simulate.values import at_least
@@ -18,8 +18,7 @@ CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_
 
 
 def add_doctor(commands: Any) -> None:
-    p = commands.add_parser("doctor", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    p.set_defaults(doctor=True)
+    p = add_command(commands, "doctor", ABOUT, CODES, doctor=True)
     p.add_argument(
         "files",
         nargs="*",

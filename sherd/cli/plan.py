@@ -23,7 +23,7 @@ from sherd.tools.simulate.search import garbage_left
 from sherd.tools.simulate.settings import AXES, KINDS, STRATEGIES, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.values import at_least
-from sherd.train.axes import Axes, axes_of
+from sherd.train.axes import Axes, axes_of, sizes_in
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import FIELDS, Config
 
@@ -68,7 +68,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     said = "of a step, over all ranks; unless told, one per rank; several are planned one by one"
     p.add_argument("--samples", nargs="+", type=count, metavar="N", help=said)
-    p.add_argument("--tokens", type=_count, metavar="N", help="of a whole run, as 1.4T: tell its days and its price")
+    p.add_argument("--tokens", type=_count, metavar="N", help="of the full run, as 1.4T: tell its days and its price")
     p.add_argument("--context", type=count, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw-fused unless told, or the config's")
@@ -258,16 +258,7 @@ def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
 def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
     if args.mesh is None:
         return per_node if args.ranks is None else int(args.ranks)
-    sizes: dict[str, int] = {}
-    for word in args.mesh.split(","):
-        name, _, size = (part.strip() for part in word.partition("="))
-        if name not in AXES:
-            raise InputError(f"--mesh {args.mesh}: {word.strip()!r} is no axis; expected {'=N, '.join(AXES)}=N")
-        if name in sizes:
-            raise InputError(f"--mesh {args.mesh}: {name} is there twice")
-        if not (size.isascii() and size.isdecimal()) or int(size) < 1:
-            raise InputError(f"--mesh {args.mesh}: {name} is {size!r}; expected a whole number from 1 on")
-        sizes[name] = int(size)
+    sizes = sizes_in(args.mesh, AXES, "sherd plan")
     num_ranks = math.prod(sizes.values())
     if args.ranks not in (None, num_ranks):
         raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")

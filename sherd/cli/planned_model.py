@@ -112,7 +112,7 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     is_file = file.endswith(".py")
     if is_file and not Path(file).is_file():
         raise InputError(_not_found(file))
-    sys.path.insert(0, str(Path(file).parent) if is_file else "")  # what lies beside it can be imported
+    sys.path.insert(0, str(Path(file).parent) if is_file else "")  # it can import its neighbors
     try:
         with torch.device("meta"):
             names = runpy.run_path(file) if is_file else vars(importlib.import_module(file))

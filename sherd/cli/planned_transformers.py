@@ -23,7 +23,7 @@ Inputs = Callable[[int, int], dict[str, Tensor]]
 
 
 def read_model(path: str) -> Any:
-    """Returns the model of the config.json at `path`, whole and on the meta device, with parameters in float32.
+    """Returns the model of the config.json at `path`, unsharded and on the meta device, with parameters in float32.
 
     It is of the first class in `architectures`; of a config without these it is a causal LM.
 
@@ -82,7 +82,7 @@ def context_of(model: Any) -> int | None:
 
 
 def has_positions(model: Any, context: int | None) -> bool:
-    """Returns whether `model` has a table with a row for each of `context` positions, and a few besides."""
+    """Returns whether `model` has a table with a row for each of `context` positions, and at most two more."""
     tables = (each for each in (*model.named_parameters(), *model.named_buffers()) if each[1].dim() == 2)
     rows = (len(table) for name, table in tables if any(part in name for part in ("wpe", "position")))
     return context is not None and any(context <= number <= context + 2 for number in rows)

@@ -33,7 +33,7 @@ def add_report(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="the page; report.html beside the timeline unless told, or another is asked",
+        help="the page; by default report.html next to the timeline, if no other file is asked for",
     )
     p.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev and Chrome")
     p.add_argument("--png", type=Path, metavar="FILE", help="a picture; by the end of its name PNG, SVG or PDF")
@@ -81,7 +81,7 @@ COMPARE_CODES = f"exit code: 0, compared; {BAD_INPUT}, a timeline cannot be read
 AS_RUN = "sherd plan RUN --timeline FILE plans the settings of the run in that folder, and chooses none"
 SHARE = Kind(float, "a share from 0 to 1", lambda share: 0 <= share < 1)
 TRIFLE = 0.001
-"""Two steps do not part by less than this share of the whole step, or of the peak."""
+"""Smaller differences are ignored: a share of the time of the step, or of the peak of memory."""
 
 Figures = dict[str, tuple[float, float]]
 """Of both timelines, by name."""

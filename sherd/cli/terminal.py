@@ -29,7 +29,7 @@ class _Unlosable(io.FileIO):
 
 
 def outlive_the_terminal() -> None:
-    """Let prints to a terminal that was closed, or to a pipe that nobody reads, be lost without an error."""
+    """Let prints to a terminal that was closed, or to a pipe without a reader, be lost without an error."""
     sys.stdout, sys.stderr = (_unlosable(stream.fileno(), stream.encoding) for stream in (sys.stdout, sys.stderr))
 
 

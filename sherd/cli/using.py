@@ -75,7 +75,7 @@ def _do(args: argparse.Namespace, ask: Asked) -> None:
     if args.use == "generate":
         for piece in generate(model, ask, args):
             if not write(piece) and dist.get_world_size() == 1:
-                return  # nobody reads on; of several ranks the others would wait for this one
+                return  # stdout has no reader; of several ranks the others would wait for this one
     else:
         told = score(model, ask)
         write(json.dumps(told) + "\n" if args.json else _in_words(told))
@@ -100,7 +100,7 @@ def loaded(ask: Asked) -> Passes:
 
 
 def generate(model: Passes, ask: Asked, args: argparse.Namespace) -> Iterator[str]:
-    """The text asked for, piece by piece."""
+    """Yields the text asked for, as it is generated."""
     seed = ask.config.seed if args.seed is None else args.seed
     prompt, context = os.fsencode(args.prompt), ask.config.context
     yield from readable(continued(model.logits, context, args.length, prompt, args.temperature, seed))
@@ -132,7 +132,7 @@ def _in_words(told: dict[str, str | int | float | None]) -> str:
 
 
 def _write(text: str) -> bool:
-    """Write `text` to stdout, at once and as UTF-8. False: nobody reads it any more."""
+    """Write `text` to stdout, at once and as UTF-8. Returns False if stdout has no reader any more."""
     try:
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()

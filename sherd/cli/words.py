@@ -195,7 +195,7 @@ def _to_resume(args: argparse.Namespace) -> tuple[Path, Checkpoint | None]:
     except NoCheckpoint as error:
         if args.resume_or_start:
             return out, None
-        raise InputError(f"{error}; --resume-or-start begins anew, --out names another run") from error
+        raise InputError(f"{error}; --resume-or-start starts a new run, --out names another run") from error
 
 
 def require_fit(args: argparse.Namespace, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Process groups: those that sherd makes besides the user's own, so that neither waits for the other, and their end."""
+"""Process groups that sherd makes in addition to the user's, so that neither waits for the other; and their end."""
 
 from __future__ import annotations
 

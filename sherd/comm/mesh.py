@@ -24,12 +24,12 @@ ONE_RANK = "alone"
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
 
-    With `shards_replicas` each replica owns only one piece of the shard, steps that piece, and fetches the other pieces
-    before use. A parameter is cut into `num_pieces`, of which this rank owns `piece`. The pieces of one shard are
-    consecutive. 2 replicas of 2 shards:
+    With `shards_replicas` each replica owns only one part of the shard, steps that part, and fetches the other parts
+    before use. A parameter is cut into `num_pieces` such parts, of which this rank owns number `piece`. The parts of
+    one shard are consecutive. 2 replicas of 2 shards:
 
         shard      | 0         | 1         |
-        piece      | 0   | 1   | 2   | 3   |
+        part       | 0   | 1   | 2   | 3   |
         replica      0     1     0     1
 
     With `keeps_unsharded` gathered parameters are not freed, but updated after their shards were written.
@@ -123,7 +123,7 @@ class DataMesh:
         return device_of(self.mesh)
 
     def pieces_of(self, shard: int) -> range:
-        """Returns the numbers of the pieces of one shard: several with `shards_replicas`."""
+        """Returns the numbers of the parts of one shard: several with `shards_replicas`."""
         return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
     @property
@@ -140,7 +140,7 @@ class DataMesh:
     @cached_property
     def in_cut_order(self) -> DeviceMesh:
         """`mesh` with its axes in the order in which they cut parameters."""
-        # DTensor reads placements from the left, so only in this order do they say which rank holds which piece.
+        # DTensor reads placements from the left, so only in this order do they say which rank holds which part.
         return permuted(self.mesh, self.piece_axes) if self.shards_replicas else self.mesh
 
     @property
@@ -164,7 +164,7 @@ class DataMesh:
 
     @property
     def piece_groups(self) -> list[dist.ProcessGroup]:
-        """The groups, of more than one rank, along which ranks own different pieces."""
+        """The groups, of more than one rank, along which ranks own different parts."""
         groups = (self.replicate_group if self.shards_replicas else None, self.shard_group)
         return [group for group in groups if group is not None and group.size() > 1]
 
@@ -179,7 +179,7 @@ class DataMesh:
 
     @cached_property
     def fetch_transport(self) -> Transport:
-        """The transport that gathers the pieces of a shard along the replicate axis."""
+        """The transport that gathers the parts of a shard along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
     @cached_property
@@ -265,7 +265,7 @@ def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
     """Returns a mesh of the same ranks that shards over each data-parallel axis what its level says.
 
     Of two axes, the axis with the higher level is the shard axis, and the other one holds copies of the shards, or
-    pieces of them. Two axes that both shard parameters, or both shard nothing, become one axis.
+    parts of them. Two axes that both shard parameters, or both shard nothing, become one axis.
 
     Args:
         mesh: the mesh as the user gave it.

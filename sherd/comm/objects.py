@@ -79,7 +79,7 @@ def _announced(what: str, group: dist.ProcessGroup | None) -> AbstractContextMan
 def do_without_numpy() -> None:
     """Have torch's own calls for objects, which its checkpointing makes, do without numpy if numpy is missing.
 
-    This changes torch for the whole process, so only a program that owns the process calls it.
+    This changes torch for the entire process, so only a program that owns the process calls it.
     """
     try:
         torch.empty(0).numpy()

@@ -342,7 +342,7 @@ class RecordingStreams(Streams):
         self.log.append(("gather", "follow event" if event is not None else "follow compute"))
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
-        self.log.append(("compute", "run beside"))
+        self.log.append(("compute", "run alongside"))
         work()
 
 

@@ -25,7 +25,7 @@ CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
 InPieces = torch.Tensor | Sequence[torch.Tensor]
-"""A 1-D buffer, or its pieces, one after the other."""
+"""A 1-D buffer, or its parts, one after the other."""
 
 
 class Pending(Protocol):
@@ -71,7 +71,7 @@ class Transport(ABC):
         return 0
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-        """Returns the bytes that a reduce-scatter of parts of `sizes` elements takes on `rank` besides its result."""
+        """Returns the bytes that a reduce-scatter of parts of `sizes` elements takes on `rank` without its result."""
         return 0
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -96,7 +96,7 @@ class FSDPExtensions(ABC):
 
 
 class DTensorExtensions(FSDPExtensions):
-    """The default treatment of tensor-parallel parameters, on any number of axes besides the wrapper's.
+    """The default treatment of tensor-parallel parameters, on any number of axes in addition to the wrapper's.
 
     A subclass overrides the methods that it changes or observes.
     """

@@ -1,4 +1,4 @@
-"""`WrapperState`: what a `FullyShardedDataParallel` keeps besides its unit, in one record under one attribute."""
+"""`WrapperState`: what a `FullyShardedDataParallel` keeps, except for its unit, in one record under one attribute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sherd.wrap.names import WRAPPED
 
 @dataclass(eq=False)
 class WrapperState:
-    """The record that a wrapper keeps besides its unit.
+    """The record that a wrapper keeps in addition to its unit.
 
     Args:
         unit: the unit that the wrapper made.

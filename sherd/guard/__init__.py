@@ -1,4 +1,4 @@
-"""Never hang: no rank waits for ever for another one.
+"""Never hang: no rank waits forever for another one.
 
 The engine loads this package when it seals a model whose ranks may differ. It calls it through one protocol,
 `CollectiveMonitor` of `sherd/engine/run/monitor.py`, with each collective that it starts, and with each wait for other

@@ -134,7 +134,7 @@ class Board:
         devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
         timeouts = (timeout_of(group, device) for device in devices if device is not None)
         timeout = next((known for known in timeouts if known is not None), dist.default_pg_timeout)
-        self._bounded = BoundedStore(store)  # for the main thread, which must not wait for ever
+        self._bounded = BoundedStore(store)  # for the main thread, which must not wait forever
         self.recorder = Recorder(store, self._rank, num_ranks, timeout)
         self.watchdog = Watchdog(self.recorder, store, self._rank)
         self._has_store = True

@@ -2,7 +2,7 @@
 
 All ranks of a mesh must gather and reduce the same units in the same order. Otherwise they read each other's bytes as
 their own, or wait until a timeout. The first time that a step takes a path, ranks compare before each collective. From
-then on a rank compares only where it leaves the path of the last time (`Path`), so a settled step costs nothing.
+then on a rank compares only where it leaves the path of the last time (`Path`), so a steady-state step costs nothing.
 
 If all ranks have changed alike, the comparison says so. If not, the others are blocked in the next collective of the
 path, and say so on the board (`Board`). The rank that left the path then declares what it wanted and where the others
@@ -270,7 +270,7 @@ class DivergenceChecker:
         query.declare(self._divergence, self._peers)
 
     def _release(self, number: int) -> None:
-        """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
+        """Take part in the next `number` collectives, which others have started, so that they do not wait forever."""
         number = max(number, 0)
         self._position = Progress(self._position.agreements, self._position.issued + number)
         for action, unit_id, form, *_ in islice(self._path.expected(), number):
@@ -294,7 +294,7 @@ class DivergenceChecker:
 
     @property
     def blocked_s(self) -> float:
-        """How long host or device have waited for other ranks; for ever while this rank compares."""
+        """How long host or device have waited for other ranks, in seconds; infinity while this rank compares."""
         return math.inf if self._is_asking else self._log.waits_s
 
     def answer(self, position: Progress) -> Answer | None:

@@ -64,7 +64,7 @@ Entry = tuple[int, float, bool, bool, int, int]
 """Collective number, start time, in backward or not, gather or not, unit id, and variant (`MOST_STEPS`).
 
 Ranks that agree give a collective the same number. An entry holds only numbers, so the garbage collector ignores it,
-and a settled step pays for one tuple per collective; words are made on demand.
+and a steady-state step pays for one tuple per collective; words are made on demand.
 """
 
 

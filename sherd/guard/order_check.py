@@ -123,7 +123,7 @@ def _terms_of(unit: Unit) -> tuple[str, ...]:
     if precision != MixedPrecisionPolicy():
         terms.append(str(precision))
     if unit.mesh.keeps_unsharded or unit.mesh.shards_replicas:
-        terms.append("replicas own pieces" if unit.mesh.shards_replicas else "gathered parameters are kept")
+        terms.append("replicas own parts of shards" if unit.mesh.shards_replicas else "gathered parameters are kept")
     for name in ("all_gather", "reduce_scatter", "all_reduce_hook", "all_reduce"):
         call = getattr(policy, name)
         if call is not None:

@@ -311,7 +311,7 @@ def _widen(state: Any, model: nn.Module) -> None:
 
 
 def _of_4_bits(model: nn.Module) -> set[nn.Parameter]:
-    """Returns parameters of bitsandbytes, which every rank loads, with a state beside their values."""
+    """Returns parameters of bitsandbytes, which every rank loads, together with the state of their quantization."""
     return {each for each in model.parameters() if type(each).__name__ == "Params4bit"}
 
 

@@ -272,7 +272,7 @@ class _Sharding:
         folder = FileSystemReader(path).read_metadata()
         found = targets.keys() & {name for name, *_ in folder.planner_data.values()}
         shards = {name: self._room_for(targets[name], name, folder, strict) for name in targets if name in found}
-        if CURRENT in shards:  # beside the same model's averages
+        if CURRENT in shards:  # the same model's averages are read into its own shards
             shards[CURRENT] = {name: value.clone() for name, value in shards[CURRENT].items()}
         state_dict_loader.load(shards, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
         return shards
@@ -283,7 +283,7 @@ class _Sharding:
         path = self.broadcast(path)
         if Path(path).is_dir():
             if not (Path(path) / META).exists():
-                raise NoCheckpointError(f"{path} has no {META}, so it is no whole checkpoint; choose another one")
+                raise NoCheckpointError(f"{path} has no {META}, so it is no complete checkpoint; choose another one")
             sharded = self._shards(path, targets, strict)
             return {**torch.load(Path(path) / META, map_location="cpu", weights_only=weights_only), **sharded}
         if type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and Path(path).is_file():

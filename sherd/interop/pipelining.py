@@ -21,7 +21,7 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """A stage of a pipeline whose module sherd has sharded, as a whole, in parts, or not at all.
+    """A stage of a pipeline whose module sherd has sharded, as one unit, in parts, or not at all.
 
     Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`, for torch's schedules.
     In one step of a schedule

@@ -203,7 +203,7 @@ class _Steps:
             _watched[self._runtime] = tuple(self._watch.step)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
-        """Measure what `action` does besides the storages of `unit`."""
+        """Measure what `action` does to other memory than the storages of `unit`."""
         match action:
             case do.Reduce():  # takes memory of its transport
                 sizes = (size for size in sizes_of(unit) if size.arriving and not size.lane_owns_rows)

@@ -140,7 +140,7 @@ class MatrixOptimizer(Optimizer):
         try:
             self._check(group)
         except Exception:
-            self.param_groups.pop()
+            self.param_groups.pop()  # torch has added it; a caller that catches the error must not step it
             raise
 
     def _check(self, group: Group) -> None:
@@ -581,7 +581,7 @@ class _Step:
         try:
             update = optimizer.updates(group, matrices, state) if kept else optimizer.updates(group, matrices)
         except torch.OutOfMemoryError:
-            raise
+            raise  # not wrapped, since callers catch it by its type
         except Exception as error:
             sizes = tuple(matrices.shape)
             raised = f"{function} raised {type(error).__name__} for matrices of shape {sizes}, of {self._names_of(of)}"
@@ -718,7 +718,7 @@ def _takes_parts(parameter: torch.Tensor) -> bool:
 def _require_shapes(shapes: Mapping[str, Shape]) -> None:
     try:
         for name, shape in shapes.items():
-            torch.empty((len(name), *shape), device="meta")
+            torch.empty((len(name), *shape), device="meta")  # fails for a name that is no text, or a shape that is none
     except (AttributeError, TypeError, RuntimeError) as error:
         raise PolicyTypeError(
             f"MatrixOptimizer(state=...) returned {shapes!r}: expected shapes, as {KEEPS} returns"

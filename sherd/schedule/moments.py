@@ -30,7 +30,7 @@ class MemoryKind(str, Enum):
     GRADIENTS = "gradients"
     """The shards' `.grad`."""
     TRANSPORT = "transport"
-    """Memory into which a collective receives, besides its result."""
+    """Memory into which a collective receives, in addition to its result."""
     OPTIMIZER = "optimizer state"
 
 

@@ -224,12 +224,12 @@ class Opened:
             return self._files[number]
 
     def pieces(self, name: str, part: Box | None = None) -> Iterator[tuple[OpenFile, Stored, Box]]:
-        """Yields the pieces of the tensor `name` that share elements with `part`; None: all pieces.
+        """Yields the stored parts of the tensor `name` that share elements with `part`; None: all parts.
 
-        A piece is its file, its place in the file, and its place in the tensor.
+        A stored part is its file, its place in the file, and its place in the tensor.
 
         Raises:
-            CheckpointError: a file does not hold the piece that the manifest says it does.
+            CheckpointError: a file does not hold the part that the manifest says it does.
         """
         entry, name = self.entry(name), self.manifest.aliases.get(name, name)
         for number, box in entry.pieces(part):

@@ -174,7 +174,7 @@ class Folder:
                 if checkpoint.step in keep or (keep_every is not None and checkpoint.step % keep_every == 0):
                     continue
                 try:
-                    # First, so that a checkpoint which is half removed is never taken for a whole one.
+                    # First, so that a checkpoint which is half removed is never taken for a complete one.
                     checkpoint.place.remove(MANIFEST)
                 except OSError:
                     continue

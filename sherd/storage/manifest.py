@@ -187,10 +187,10 @@ FORMAT = "sherd/1"
 BLOCK_BYTES = 4 << 20
 """The bytes of a file that one checksum covers. A slice of a tensor is verified without reading all of its file."""
 MOST_BYTES = 1 << 30
-"""The longest manifest: some million pieces."""
+"""The longest manifest: some million parts."""
 _MOST_BLOCK_BYTES = 256 << 20
 _MOST_SIDE_BY_SIDE = 200
-"""The most pieces side by side along any dim. With more, a hostile list would take long to be checked for overlaps."""
+"""The most parts side by side along any dim. With more, a hostile list would take long to be checked for overlaps."""
 _CRC32 = re.compile("[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -208,7 +208,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: `dtype` as safetensors names it, `shape`, and the `layout` of its pieces over the files."""
+    """One tensor: `dtype` as safetensors names it, `shape`, and the `layout` of its parts over the files."""
 
     dtype: str
     shape: Shape
@@ -219,7 +219,7 @@ class Entry:
         return nbytes_of(self.dtype, self.shape)
 
     def pieces(self, part: Box | None = None) -> Iterator[Piece]:
-        """Yields the pieces that share elements with `part`; None: all pieces."""
+        """Yields the parts that share elements with `part`; None: all parts."""
         if isinstance(self.layout, Grid):
             yield from self.layout.pieces(self.shape, part)
         elif part is None:
@@ -229,9 +229,9 @@ class Entry:
 
 
 def name_in_file(name: str, shape: Shape, piece: Box) -> str:
-    """Returns the name of a piece in its file.
+    """Returns the name of a part in its file.
 
-    A piece that is the full tensor is called `name`. Any other has the index of its first element behind the name:
+    A part that is the full tensor is called `name`. Any other has the index of its first element behind the name:
     "model/out.weight@512,0".
     """
     return name if piece == whole(shape) else f"{name}@{','.join(map(str, piece.offsets))}"
@@ -246,7 +246,7 @@ class Manifest:
         save_id: hex digits, unique among the saves into one folder; the names of the files begin with them.
         saved: the time of the save, in UTC, as ISO 8601.
         world_size: the number of ranks that saved.
-        files: the files; pieces refer to them by number.
+        files: the files; parts refer to them by number.
         tensors: all tensors, by name.
         aliases: other names of tensors (tied weights), and the names that they stand for.
         values: all other values, by item.
@@ -436,8 +436,8 @@ def _entry(entry: Any, num_files: int) -> Entry:
     cuts = tuple(GridCut(*_numbers(cut)) for cut in entry.get("cuts", ()))
     _require(len(cuts) <= MOST_DIMS, "there are too many cuts")
     _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that does not exist")
-    # Without this limit, a grid of a few numbers could have more pieces than a reader can ever go through.
-    _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one piece in a file at most")
+    # Without this limit, a grid of a few numbers could have more parts than a reader can ever go through.
+    _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one part in a file at most")
     last = file + sum((cut.parts - 1) * cut.stride for cut in cuts)
     _require(last < num_files, f"there is no file {last}")
     return Entry(dtype, shape, Grid(file, cuts))
@@ -445,21 +445,21 @@ def _entry(entry: Any, num_files: int) -> Entry:
 
 def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
     pieces = []
-    _require(isinstance(listed, list), "its pieces are no list")
+    _require(isinstance(listed, list), "its parts are no list")
     for file, offsets, sizes in listed:
         box = Box(_numbers(offsets), _numbers(sizes))
         _require(type(file) is int and 0 <= file < num_files, f"there is no file {in_brief(file)}")
-        _require(len(box.offsets) == len(box.sizes) == len(shape), "a piece has other dims")
+        _require(len(box.offsets) == len(box.sizes) == len(shape), "a part has other dims")
         ends = map(sum, zip(box.offsets, box.sizes, strict=True))
-        _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a piece is not inside the tensor")
+        _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a part is not inside the tensor")
         pieces.append((file, box))
     numel = sum(box.numel for _, box in pieces)
-    _require(numel == prod(shape) and pieces, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
+    _require(numel == prod(shape) and pieces, f"its parts have {in_brief(numel)} elements of {in_brief(prod(shape))}")
     try:
         overlap = overlapping((box for _, box in pieces), _MOST_SIDE_BY_SIDE)
     except OverflowError:
-        raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
-    _require(overlap is None, "two of its pieces share elements")
+        raise _Wrong("its parts are too many, and too entangled, to be told apart") from None
+    _require(overlap is None, "two of its parts share elements")
     return tuple(pieces)
 
 

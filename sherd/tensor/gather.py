@@ -50,7 +50,7 @@ def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
         numels = [stop - start for start, stop in pairwise(starts)]
         line = _joined(line, numels, at, mesh.get_group(axis))
         num_joined *= size
-    return line.view(cut.shape) if num_joined > 1 else line.view(cut.shape).clone()
+    return line.view(cut.shape) if num_joined > 1 else line.view(cut.shape).clone()  # else it is the shard's memory
 
 
 def _joined_on_dim(part: torch.Tensor, split: AxisSplit, layout: Layout) -> torch.Tensor:

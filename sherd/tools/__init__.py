@@ -1,1 +1,1 @@
-"""Tools beside the library, which knows none of them: plans, simulations, reports, conversions, checks."""
+"""Tools on top of the library, which knows none of them: plans, simulations, reports, conversions, checks."""

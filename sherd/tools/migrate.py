@@ -197,7 +197,7 @@ def _differences(given: Mapping[str, Any], choices: WrapperArguments) -> Iterato
     if not choices.use_orig_params:
         yield (
             "use_orig_params=False: here the optimizer sees the model's own parameters, not flat ones. With "
-            "optimizer = sherd.flatten_optimizer(optimizer) it steps whole buffers all the same."
+            "optimizer = sherd.flatten_optimizer(optimizer) it steps flat buffers all the same."
         )
     if not choices.forward_prefetch:
         yield "prefetch_policy: without it forward gathers one unit ahead, which FSDP1 does when asked to."

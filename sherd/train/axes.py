@@ -9,12 +9,13 @@ Ranks of one tp group are neighbours; those of one dp group come next.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sherd.train.config import RECIPES, TWO_AXES, Config, InputError
 from sherd.train.text import VOCABULARY
 
-__all__ = ["Axes", "axes_of", "usual_ranks"]
+__all__ = ["Axes", "axes_of", "sizes_in", "usual_ranks"]
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,28 @@ def usual_ranks(config: Config, usual: int) -> int:
     return others if "dp" in sizes else -(-usual // others) * others
 
 
-def _sizes(text: str) -> dict[str, int]:
-    """Returns what a mesh says in words, as axis -> number of ranks."""
+def sizes_in(text: str, known: Collection[str], command: str, elsewhere: Mapping[str, str] = {}) -> dict[str, int]:
+    """Returns the number of ranks by axis, from words such as `dp=4,tp=2`.
+
+    Raises InputError, for a name that is not `known` with what the user can do `elsewhere`.
+    """
     sizes: dict[str, int] = {}
-    for word in text.split(",") if text else ():
+    for word in text.split(","):
         name, _, number = (part.strip() for part in word.partition("="))
-        if name not in vars(Axes()):
-            known = f"write axis=ranks, of {', '.join(vars(Axes()))}"
-            hint = f"a program of your own has it: examples/recipes/{RECIPES[name]}.py" if name in RECIPES else known
-            raise InputError(f"the mesh {text} names {word!r}, which is no axis of sherd train; {hint}")
+        if name not in known:
+            hint = elsewhere.get(name, f"write axis=ranks, of {', '.join(known)}")
+            raise InputError(f"the mesh {text} names {word.strip()!r}, which is no axis of {command}; {hint}")
         if name in sizes:
             raise InputError(f"the mesh {text} names {name} twice; give its ranks once")
         if not (number.isascii() and number.isdigit() and int(number)):
             raise InputError(f"the mesh {text} gives {name} {number!r} ranks; it must be a whole number of at least 1")
         sizes[name] = int(number)
     return sizes
+
+
+def _sizes(text: str) -> dict[str, int]:
+    elsewhere = {name: f"a program of your own has it: examples/recipes/{file}.py" for name, file in RECIPES.items()}
+    return sizes_in(text, vars(Axes()), "sherd train", elsewhere) if text else {}
 
 
 def _require_tp(tp: int, config: Config) -> None:

@@ -29,7 +29,7 @@ class Snapshot:
         shards: parameters whose gradients are kept.
         optimizers: the settings of their groups are kept, and the gradients of their parameters.
         others: gradient scalers, and other objects with a state dict.
-        device: its random state is kept, besides those of the CPU and of Python.
+        device: its random state is kept, together with those of the CPU and of Python.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ Chosen: TypeAlias = dict[nn.Module, Kwargs]
 
 
 class _Policy(Protocol):
-    """A rule that looks at a whole model: an object with `_run_policy`, torch's own too."""
+    """A rule that looks at the full model: an object with `_run_policy`, torch's own too."""
 
     @abstractmethod
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
@@ -47,7 +47,7 @@ class _Policy(Protocol):
 
 WrapPolicy: TypeAlias = "_Policy | Callable[..., bool]"
 
-# Policies that are objects: asked once for the whole model
+# Policies that are objects: asked once for the full model
 
 
 class ModuleWrapPolicy(_Policy):

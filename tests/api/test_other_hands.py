@@ -193,7 +193,7 @@ def test_torchs_fsdp_within_a_unit_is_refused_before_anything_is_touched():
         with pytest.raises(ModuleError, match=r"1, a (FSDPBlock|FullyShardedDataParallel): ") as raised:
             ours(model)
         assert "torch's own FSDP has it" in str(raised.value), way
-        assert "one library for the whole model" in str(raised.value), way
+        assert "one library for the full model" in str(raised.value), way
         assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules()), way
     model = chain()
     model[1] = TORCHS["FSDP2"](model[1])

@@ -615,7 +615,7 @@ def pieces_are_missing(folder):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(writing, "pieces_here", lambda name, tensor: [])
-        with pytest.raises(CheckpointError, match="its pieces have"):
+        with pytest.raises(CheckpointError, match="its parts have"):
             sherd.save(folder, {"model": model}, step=0)
 
 

@@ -83,7 +83,7 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
     assert lines[0] == f"{tmp_path / 'a'}: sherd, step 7, 1 tensors, 32 B"
     assert "saved by 4 ranks" in lines[1]
     assert lines[3:6] == ["model: module, 1 tensors, 32 B", lines[4], "  tied = w"]
-    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "2", "pieces"]
+    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "2", "parts"]
     code, out, _ = run("inspect", tmp_path / "a", "--json")
     found = json.loads(out)
     assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 2}}
@@ -92,14 +92,14 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
     _, out, _ = run("inspect", tmp_path / "all")
     assert '  group 0: 2 parameters, {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": null}' in out
     assert '  state of 2 parameters: {"step": {"$scalar": ["F32", 3.0]}}' in out
-    assert "pieces" not in out
+    assert " parts" not in out
 
 
 def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there_are_no_checksums(tmp_path, run):
     tensors = {f"model/{at}": (torch.ones(64), Grid(at)) for at in range(4)}
     path = put(tmp_path / "a", tensors)
-    assert run("verify", tmp_path / "a") == (0, f"step 7 of {tmp_path / 'a'} is whole\n", "")
-    assert run("verify", path) == (0, f"{path} is whole\n", "")
+    assert run("verify", tmp_path / "a") == (0, f"step 7 of {tmp_path / 'a'} is intact\n", "")
+    assert run("verify", path) == (0, f"{path} is intact\n", "")
     changed, cut, missing = (path / f"abc-0000{at}.safetensors" for at in (1, 2, 3))
     raw = bytearray(changed.read_bytes())
     raw[-1] ^= 1
@@ -115,7 +115,7 @@ def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there
     code, out, _ = run("verify", tmp_path / "a", "--json")
     assert (code, len(json.loads(out)["damages"])) == (1, 3)
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    said = f"{tmp_path / 'x.pt'} is whole; the format torch has no checksums, so changed bytes are not noticed\n"
+    said = f"{tmp_path / 'x.pt'} is intact; the format torch has no checksums, so changed bytes are not noticed\n"
     assert run("verify", tmp_path / "x.pt") == (0, said, "")
 
 
@@ -128,8 +128,8 @@ def test_a_save_that_was_not_finished_is_told_by_inspect_and_beside_the_whole_on
     assert (code, "is no complete checkpoint: manifest.json is missing" in said) == (2, True), said
     code, out, _ = run("verify", tmp_path / "a")
     first, last = out.splitlines()
-    assert (code, last) == (0, f"step 40 of {tmp_path / 'a'} is whole")
-    assert first.startswith("step 50 is not whole: ")
+    assert (code, last) == (0, f"step 40 of {tmp_path / 'a'} is intact")
+    assert first.startswith("step 50 is not complete: ")
     assert list(json.loads(run("verify", tmp_path / "a", "--json")[1])["not_whole"]) == ["50"]
 
 
@@ -140,7 +140,7 @@ def test_a_runs_folder_stands_for_its_checkpoints(tmp_path, run):
     assert "if it is one, say so by --from" in run("inspect", out)[2]
     path = sherd.save(place, {"model": torch.nn.Linear(2, 2)}, step=4)
     assert run("inspect", out)[1] == run("inspect", place)[1]
-    assert run("verify", out) == (0, f"step 4 of {place} is whole\n", "")
+    assert run("verify", out) == (0, f"step 4 of {place} is intact\n", "")
     assert run("diff", out, path) == (0, f"{place} and {path} are the same\n", "")
     assert run("convert", out, tmp_path / "run.pt")[0] == 0
     assert run("diff", tmp_path / "run.pt", out)[0] == 0
@@ -163,7 +163,7 @@ def test_what_formats_cannot_hold_is_no_difference_and_models_that_are_the_same_
         )
     torch.save(model.state_dict(), tmp_path / "alone.pt")
     lines = run("diff", tmp_path / "a", tmp_path / "alone.pt")[1].splitlines()
-    said = ["optimizer: is missing in B, with 4 tensors", "the models are the same; beside them 1 difference"]
+    said = ["optimizer: is missing in B, with 4 tensors", "the models are the same; apart from them 1 difference"]
     assert lines == said
     model.weight.data += 1
     sherd.save(tmp_path / "b", {"model": model, "optimizer": optimizer}, step=1, per_rank={"seen": 4})

@@ -268,7 +268,7 @@ def test_a_real_model_is_neither_read_nor_changed():
 NO_MESH = ("8", (1, 2, 3), None, 8.0, True)
 REFUSED = [
     ({"mesh": {"dp": 2, "tp": 0}}, "tp=0: expected 1 or more"),
-    ({"mesh": {"dp": 2, "cp": 2}}, "nobody has said how this model is laid over cp"),
+    ({"mesh": {"dp": 2, "cp": 2}}, "no layout says how this model is laid over cp"),
     ({"replicate_below": -1}, r"^plan\(replicate_below=-1\): expected 0 or more"),
     ({"strategy": "zero2", "offload": True, "reshard": False}, "with offload all is sharded"),
     ({"checkpointing": 1.5}, "the share of blocks, 0 to 1"),

@@ -28,8 +28,8 @@ PLAIN = {
     "wholly": "entirely",
 }
 OLD = re.compile(rf"\b(?!whole numbers?\b)(?:{'|'.join(PLAIN)})\b".replace(" ", r"\s+"), re.IGNORECASE)
-CODE = re.compile(r"`[^`]*`|'\w+'|\bone of \w+(?:, \w+)+")
-"""Code in backticks, and values of arguments: quoted, or in a list as `one of shard, flat, whole`."""
+CODE = re.compile(r"""`[^`]*`|'\w+'|"\w+"|\bone of \w+(?:, \w+)+|^ +\w+:(?= )""", re.MULTILINE)
+"""Code in backticks; values of arguments, quoted or in a list as `one of shard, flat, whole`; names under `Args:`."""
 
 
 def old_words(text: str) -> Iterator[str]:

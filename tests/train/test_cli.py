@@ -68,7 +68,7 @@ CHECK = [
     ([*TEXT, "--resume"], "there is no run under"),
     (
         [*TEXT, "--resume", "--out", "absent"],
-        "absent/checkpoints holds no checkpoint; --resume-or-start begins anew",
+        "absent/checkpoints holds no checkpoint; --resume-or-start starts a new run",
     ),
 ]
 

@@ -241,7 +241,7 @@ class _Onto:
         self._copies = [copy_out(line.packing, line.destination) for line in lines]
 
     def own_pieces(self) -> list[torch.Tensor]:
-        """Returns this rank's part, in pieces; an empty one if it holds nothing."""
+        """Returns this rank's part, as one tensor per line; an empty tensor if it holds nothing."""
         pieces = [piece for line in self._lines for piece in line.in_order()]
         return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
 

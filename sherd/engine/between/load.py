@@ -48,7 +48,7 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], pr
             continue
         if isinstance(given, DTensor):
             # torch may copy `given` if both are ragged or neither is, and they are cut alike. Of chunks that differ
-            # the copy fails where chunks are empty, and `assign=True` would take over a piece that is not the
+            # the copy fails where chunks are empty, and `assign=True` would take over another part than the
             # parameter's: test_a_state_dict_of_any_layout_loads_into_any.
             placements = as_sharded(record.shard).placements
             if isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements:

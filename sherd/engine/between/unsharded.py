@@ -308,7 +308,7 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
     """Freeze and thaw optimizer parameters as a user did their copies.
 
     Raises:
-        PolicyError: only some members of a flat parameter, which is trained as a whole, were changed.
+        PolicyError: only some members of a flat parameter, which is trained or frozen as one, were changed.
     """
     pairs = ((weights.group, each) for weights in unit.weights for each in weights.group.optimizer_params)
     for group, optimizer_param in pairs:

@@ -77,7 +77,7 @@ class BufferPlan:
             waits for the previous reduction before it fills rows again.
         scales_sums: the sum over the ranks is scaled, not the gradients.
         reduce_dtype: the dtype in which gradients are sent.
-        reduced_by_piece: the lengths of all pieces that a reduction sends, with their flags.
+        reduced_by_piece: the lengths of all parts that a reduction sends, with their flags.
         reduced_by_rank: the number of summed elements that each rank of the shard axis receives.
     """
 

@@ -1,7 +1,7 @@
 """The rows that collectives move, and views of the same elements in the tensors that modules use.
 
 Rows are all ranks' shard buffers, one after the other. For each tensor of a packing these functions return matching
-lists of views, so that one foreach copy moves a whole group.
+lists of views, so that one foreach copy moves all tensors of a group.
 """
 
 from __future__ import annotations

@@ -616,7 +616,7 @@ class Gradients:
     ) -> tuple[torch.Tensor, Handoff]:
         """Sum over the replicas, with the sum that earlier backwards left, once `scattered` is done.
 
-        Returns the sum, and its handoff: of this replica's piece only, where replicas own pieces of the shard.
+        Returns the sum, and its handoff: of this replica's part only, where the shard is divided over replicas.
         """
         mesh, result = self.group.mesh, [reduced]
 

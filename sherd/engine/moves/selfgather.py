@@ -150,7 +150,7 @@ class SelfGatheredWeights(Weights):
         return padded
 
     def _trimmed(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' pieces one after the other, without the rows that `_padded` added."""
+        """Returns all ranks' shards one after the other, without the rows that `_padded` added."""
         pieces = by_rank.flatten(0, 1) if by_rank.dim() > 1 else by_rank
         most = max(rows.numel for rows in self._cut.rows)
         return pieces[: self._record.shape[0]] if by_rank.shape[1:2] == (most,) else pieces
@@ -229,7 +229,7 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: D
     _releases_gathered(name, tensor)
     if mesh.shards_replicas:
         raise PlacementError(
-            f"{name}: a {type(tensor).__name__} gathers itself, from full shards, and replicas that own pieces of a "
+            f"{name}: a {type(tensor).__name__} gathers itself, from full shards, and replicas that own parts of a "
             "shard have none; let replicas be copies (placements='hsdp') in its unit"
         )
     if cut.dim != 0:

@@ -175,7 +175,7 @@ class UnshardedBuffer(Unsharded):
 
     @property
     def num_foreign_views(self) -> int:
-        """The number of tensors in the memory besides those made here: autograd's, and garbage among them."""
+        """The number of tensors in the memory that were not made here: autograd's, and garbage among them."""
         return storage_uses(self._address) - self._own_uses - self.copy_out.num_late_views
 
     def hide(self) -> list[str]:

@@ -58,7 +58,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
 
 
 def _shard_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes of the group between steps: its shards, and the pieces of other replicas."""
+    """Returns the bytes of the group between steps: its shards, and the parts of other replicas."""
     fetched = group.fetched
     if group.unsharded_memory is not None:
         return group.unsharded_memory.nbytes if group.is_one_piece else 0

@@ -92,7 +92,7 @@ class StageUnits:
             if runtime is not None and runtime.root.id not in units:
                 raise StateError(
                     f"{self.name}: unit {unit.name} has run below {runtime.root.name}, which is not in the stage; "
-                    "build the stages before the whole model is run, or call fully_shard for each stage by itself"
+                    "build the stages before the full model is run, or call fully_shard for each stage by itself"
                 )
 
     # A step

@@ -1,4 +1,4 @@
-"""The tape: the schedule's answers as calls, which a settled step plays without any decision.
+"""The tape: the schedule's answers as calls, which a steady-state step plays without any decision.
 
     event           the schedule's edge                    its calls, bound once
     BeforeForward   Await(2), Gather(3)                    unit2.wait(), unit3.gather()
@@ -35,7 +35,7 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     do.FinishReduce: Unit.finish_reduce,
     do.Discard: Unit.discard,
 }
-"""By type of action: the method that carries it out on a whole unit."""
+"""By type of action: the method that carries it out on all groups of a unit."""
 
 
 def bound(action: Action, unit: Unit) -> Callable[[], None]:

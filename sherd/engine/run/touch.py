@@ -75,7 +75,7 @@ def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: K
             raise ShardedAccessError(
                 f"{type(module).__name__}, a deep copy of a module inside of unit {unit.name}, was called at "
                 f"{users_line(sys._getframe())}: it has shards of the unit's parameters, but no unit gathers them. "
-                "Copy the whole unit; or make each parameter of the copy a Parameter of its full_tensor(), on all ranks"
+                "Copy the full unit; or make each parameter of the copy a Parameter of its full_tensor(), on all ranks"
             )
         return
     method = _method_around(module)

@@ -107,7 +107,7 @@ class Unit(UnitGroups):
     RUNTIME = "_sherd_runtime"
     """The attribute of a root module for its runtime."""
     FRONT_END = "_sherd_state"
-    """The attribute of a module for what its front end keeps besides the unit."""
+    """The attribute of a module for what its front end keeps in addition to the unit."""
     ATTRIBUTES = (UNIT, RUNTIME, FRONT_END)
     """All attributes of modules that sherd writes."""
 
@@ -294,7 +294,7 @@ class Unit(UnitGroups):
         """
         if self.lent is not None and self.lent.writeback:
             raise WrapperStateError(
-                f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the whole "
+                f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the full "
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
         self.shards.settle()

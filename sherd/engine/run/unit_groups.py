@@ -1,6 +1,6 @@
 """The groups of one unit, and what the schedule asks of them: gather, wait, free, shrink, reduce, finish, discard.
 
-The schedule decides for whole units; a unit carries each decision out on its groups, one after the other.
+The schedule decides for units; a unit carries each decision out on its groups, one after the other.
 """
 
 from __future__ import annotations

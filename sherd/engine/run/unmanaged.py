@@ -55,8 +55,8 @@ registrations = _Registrations()
 class Unmanaged:
     """The parameters below one root that belong to no unit and are not ignored.
 
-    The runtime calls `look` when `seen` is out of date, or a `frozen` parameter is trained; a settled step calls
-    nothing here.
+    The runtime calls `look` when `seen` is out of date, or a `frozen` parameter is trained; a steady-state step
+    calls nothing here.
 
     Attributes:
         seen: the count of registrations at the last look.

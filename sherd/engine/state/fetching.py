@@ -1,12 +1,12 @@
 """Where shards rest between two uses, and how they are fetched: from host memory, and from the other replicas.
 
-A shard may be divided among replicas. Each replica steps its own piece, and fetches the others before a gather:
+A shard may be divided among replicas. Each replica steps its own part, and fetches the others before a gather:
 
     replica 0   optimizer steps | a a |           fetches      | a a | b b |    and sends all of it
     replica 1   optimizer steps       | b b |                  | a a | b b |    along the shard axis
 
-Pieces are fetched once after they were written, not for each gather: a step of several micro-batches fetches them once.
-If the copy of the shard has the dtype and the device of the pieces, the rank's own piece is a part of the copy.
+Parts are fetched once after they were written, not for each gather: a step of several micro-batches fetches them once.
+If the copy of the shard has the dtype and the device of the parts, the rank's own part is a view of the copy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 class FetchedShard:
-    """The full shard, 1-D, of which every replica owns a piece of one of the `sizes`. One copy per dtype asked for."""
+    """The full shard, 1-D, of which every replica owns a part of one of the `sizes`. One copy per dtype asked for."""
 
     def __init__(self, sizes: Sizes, mesh: DataMesh) -> None:
         self.sizes = sizes
@@ -98,22 +98,22 @@ class FetchedShard:
         return sum(self.sizes)
 
     def holding(self, shard: torch.Tensor) -> torch.Tensor:
-        """Keep `shard`, `[numel]`, as a copy. Returns this rank's piece of it."""
+        """Keep `shard`, `[numel]`, as a copy. Returns this rank's part of it."""
         self._copies[shard.dtype] = shard
         return self.own_part(shard)
 
     def own_part(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of `shard`, a view."""
+        """Returns this rank's part of `shard`, a view."""
         return shard[self._own.start : self._own.stop]
 
     def around(self, piece: torch.Tensor, dtype: torch.dtype, version: int) -> torch.Tensor:
-        """Returns the shard in `dtype`, given this rank's piece. Collective over the replicas if `version` is new."""
+        """Returns the shard in `dtype`, given this rank's part. Collective over the replicas if `version` is new."""
         shard = self._copies.get(dtype)
         if shard is None:
             shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
         if self._versions.get(dtype) != version:
             own = self.own_part(shard)
-            # The rank's piece may be a part of this copy already (`holding`).
+            # The rank's part may be a view of this copy already (`holding`).
             if own.data_ptr() != piece.data_ptr():
                 fetch_into(own, piece)
             # All replicas come here together, because all ranks note writes together (`Group.mark_shards_written`).
@@ -122,7 +122,7 @@ class FetchedShard:
         return shard
 
     def has_piece(self, piece: torch.Tensor) -> bool:
-        """Returns whether `piece`, this rank's own, is a part of a copy."""
+        """Returns whether `piece`, this rank's own, is a view of a copy."""
         shard = self._copies.get(piece.dtype)
         return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
 

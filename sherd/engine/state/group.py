@@ -121,8 +121,8 @@ def travels_alone(parameter: ShardedParameter | torch.Tensor, streams: Streams, 
     A large tensor should, on a device without streams or in a unit that `surrounds` others. Alone, the tensor is
     gathered straight into place and reduced from where autograd left its gradient. That saves the copies and costs one
     more collective. With streams such a gather cannot run ahead of compute (`weights.py`). But in a unit around others,
-    the parameters before them (an embedding) and after them (a head) are used a whole model apart: alone, the head is
-    freed when backward begins, and no rows wait for the embedding's gradient.
+    the parameters before them (an embedding) and after them (a head) are used at opposite ends of the model: alone,
+    the head is freed when backward begins, and no rows wait for the embedding's gradient.
     """
     is_apart = streams.in_host_order or surrounds
     return is_apart and is_large(parameter.shape.numel(), parameter.dtype)
@@ -367,7 +367,7 @@ class Group:
         shard_buffer: this rank's shards, 1-D, `packing.shard_numels[mesh.piece]` elements. The local tensors of the
             `optimizer_params` are views of it, so that the optimizer writes what the next all-gather sends.
         sizes: the lengths of all ranks' shard buffers.
-        shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own pieces of a shard
+        shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own parts of a shard
             (`fetched`).
         is_offloaded: the shards rest in another memory than that of the device that computes.
         unsharded_memory: the unsharded buffer if it is never freed; then the shard buffer is a part of it.
@@ -470,7 +470,7 @@ class Group:
     def source(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the buffer that this rank sends along the shard axis, in `dtype`: `[shard_sizes[mesh.shard_rank]]`.
 
-        Collective over the replicate axis if replicas own pieces, and the pieces were written since the last call.
+        Collective over the replicate axis if replicas own parts of a shard that were written since the last call.
         """
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
@@ -490,7 +490,7 @@ class Group:
         self.version += 1
 
     def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields each piece of `shard`, which `rank` of the shard axis sent, with the number of the piece."""
+        """Yields each part of `shard`, which `rank` of the shard axis sent, with the number of the part."""
         if self.fetched is None:
             yield rank, shard
             return

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sherd.comm.mesh import DataMesh
 
 _loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
-"""The elements of each piece, by shard group and number of pieces."""
+"""The elements that each owner has, by shard group and number of owners (`DataMesh.num_pieces`)."""
 
 EVEN = 1.1
 """Loads balance if the largest is at most so many times the mean."""

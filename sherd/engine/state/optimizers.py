@@ -582,7 +582,7 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
 
 
 STEP_MATRICES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
-"""Optimizers of torch that step whole matrices."""
+"""Optimizers of torch that step full matrices."""
 
 
 # What an optimizer cannot step or load

@@ -1,7 +1,7 @@
 """Ownership: every parameter belongs to one unit, the first that shards it.
 
 A later unit whose modules use the parameter too (tied weights) borrows it: the same shard is registered at the later
-unit's modules, and the owner becomes a companion, which is unsharded whenever the borrower is.
+unit's modules, and the owner becomes a tied owner, which is unsharded whenever the borrower is.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def require_not_torchs(path: str, module: nn.Module) -> None:
         raise ModuleError(
             f"{name + ', ' if name else ''}a {type(module).__name__}: torch's own FSDP has it already "
             "(torch.distributed.fsdp, its fully_shard or its FullyShardedDataParallel). Neither knows the units of the "
-            "other, so some parameters would not train: use one library for the whole model, and take fully_shard or "
+            "other, so some parameters would not train: use one library for the full model, and take fully_shard or "
             "FullyShardedDataParallel from sherd throughout"
         )
 

@@ -486,7 +486,7 @@ class ShardedParameter:
         return dtensor(plain, dtensor_spec(old.mesh, old.placements, old.shape, plain.dtype))
 
     def part_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of `unsharded`, of shape `shape`: a view where the cut allows it."""
+        """Returns this rank's part of `unsharded`, of shape `shape`: a view where the cut allows it."""
         return shard_of(unsharded, self.cut, self.mesh.piece)
 
     def lend(self, unsharded: nn.Parameter) -> None:

@@ -66,7 +66,7 @@ class UnitShards:
         return [optimizer_param.parameter for group in self._groups for optimizer_param in group.optimizer_params]
 
     def num_kinds(self, but_sums: bool) -> int:
-        """Returns how many groups the parameters need besides plans, `but_sums` without those that are never cut."""
+        """Returns how many groups the parameters need apart from plans, `but_sums` without those that are never cut."""
         chosen = [record for record in self._parameters if not (but_sums and record.mesh.only_sums)]
         return len({replace(group_key_of(record), plan_id=None) for record in chosen})
 

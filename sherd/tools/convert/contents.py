@@ -76,9 +76,9 @@ class Lazy:
         spec: its dtype and shape.
         read_into: `read_into(part, target, most_bytes)` fills `target` with `part` of the tensor. `target` is in host
             memory, and has the shape of `part` and the tensor's dtype. Reading takes about `most_bytes` of memory
-            besides.
+            in addition.
         memory: equal for two names of one tensor. None: it is not known where the tensor is.
-        num_pieces: the number of pieces in which a checkpoint has it.
+        num_pieces: the number of parts in which a checkpoint has it.
     """
 
     spec: Spec
@@ -120,7 +120,7 @@ class Source:
         return self._notes
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns by name the number of pieces of each tensor that is in several."""
+        """Returns by name the number of parts of each tensor that is in several."""
         return {name: lazy.num_pieces for name, lazy in self._tensors.items() if lazy.num_pieces > 1}
 
 
@@ -145,7 +145,7 @@ def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
 
 
 def in_pieces(spec: Spec, pieces: Sequence[tuple[Box, Lazy]], memory: object = None) -> Lazy:
-    """Returns a tensor in pieces, each with the box of its elements in the tensor."""
+    """Returns a tensor in parts, each with the box of its elements in the tensor."""
 
     def read_into(part: Box, target: torch.Tensor, most_bytes: int) -> None:
         for box, piece in pieces:

@@ -58,7 +58,7 @@ def _lines(source: Source, path: str) -> Iterator[str]:
         width = max(map(len, tensors), default=0)
         for name, spec in tensors.items():
             number = pieces.get(f"{item}/{name}", 1)
-            of = f"  {number} pieces" if number > 1 else ""
+            of = f"  {number} parts" if number > 1 else ""
             yield f"  {name:{width}}  {spec.dtype:5}{list(spec.shape)!s:20} {in_bytes(spec.nbytes)}{of}"
         begin = f"{item}/"
         for alias, other in contents.aliases.items():
@@ -70,7 +70,7 @@ def _lines(source: Source, path: str) -> Iterator[str]:
 
 
 def _lines_of_values(value: dict[str, Any]) -> Iterator[str]:
-    """Yields what an item has besides tensors."""
+    """Yields what an item has in addition to tensors."""
     for number, group in enumerate(value.get(GROUPS, ())):
         settings = {key: setting for key, setting in group.items() if key != PARAMS}
         names = len(group.get(PARAMS, ()))

@@ -180,7 +180,7 @@ def _number(value: Any, numbers: Mapping[str, int], where: str) -> int:
     if isinstance(value, str) and value.startswith("$"):
         if value[1:] not in numbers:
             raise CheckpointError(
-                f"{where} needs {value[1:]}, which no config.json beside the source says; --set {value[1:]}=N"
+                f"{where} needs {value[1:]}, which no config.json next to the source says; --set {value[1:]}=N"
             )
         return numbers[value[1:]]
     if type(value) is not int or value < 0:
@@ -189,7 +189,7 @@ def _number(value: Any, numbers: Mapping[str, int], where: str) -> int:
 
 
 def numbers_of(path: Path) -> dict[str, int]:
-    """Returns the numbers of a Hugging Face config.json in or beside `path`, as rules name them: heads, kv_heads."""
+    """Returns the numbers of a Hugging Face config.json in or next to `path`, as rules name them: heads, kv_heads."""
     for folder in (path, path.parent):
         try:
             config = json.loads(read_file(folder / "config.json"))

@@ -192,7 +192,7 @@ def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
         for key in path[:-1]:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
-                raise CheckpointError(f"{path} lies below a value")
+                raise CheckpointError(f"{path} is below a value")
         at[path[-1]] = leaf
     return _listed(tree)
 

@@ -26,7 +26,7 @@ from sherd.tools.convert.state_trees import Collected
 FORMAT = "hf"
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDED = "DCP_SHARDING_INFO"
-"""The metadata of safetensors from `torch.distributed.checkpoint` that says which pieces of tensors a file has."""
+"""The metadata of safetensors from `torch.distributed.checkpoint` that says which parts of tensors a file has."""
 SHARD_BYTES = 5 << 30
 """The most bytes of a file with several tensors, by default."""
 
@@ -67,7 +67,7 @@ def read(path: Path) -> Source:
                     pieces.setdefault(name, []).append((box, _stored(file, tensors[name])))
                 continue
             if num_files > 1 and names is None:
-                raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of pieces in them")
+                raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of parts in them")
             for name in tensors if names is None else [name for name in tensors if name in names]:
                 contents.tensors[f"{MODEL}/{name}"] = _stored(file, tensors[name])
             for alias, name in metadata.items():
@@ -78,7 +78,7 @@ def read(path: Path) -> Source:
 
 
 def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, tuple[int, ...]]:
-    """Returns by name the index of a piece's first element in the whole tensor. Raises CheckpointError."""
+    """Returns by name the index of a part's first element in the full tensor. Raises CheckpointError."""
     entries = read_json(text.encode(), file)
     first: dict[str, tuple[int, ...]] = {}
     for name, stored in tensors.items():
@@ -86,7 +86,7 @@ def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, t
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         listed: list[Any] = offsets if isinstance(offsets, list) else [None]
         if len(listed) != len(stored.shape) or not all(type(offset) is int and offset >= 0 for offset in listed):
-            raise CheckpointError(f"{file} does not say which piece of {name} it has")
+            raise CheckpointError(f"{file} does not say which part of {name} it has")
         first[name] = tuple(listed)
     return first
 
@@ -94,11 +94,11 @@ def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, t
 def _joined(name: str, boxes: Sequence[tuple[Box, Lazy]], path: Path) -> Lazy:
     dims = len(boxes[0][0].sizes)
     if any(len(box.sizes) != dims or piece.spec.dtype != boxes[0][1].spec.dtype for box, piece in boxes):
-        raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
+        raise CheckpointError(f"{path}: the parts of {name} have several dtypes or numbers of dims")
     shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box, _ in boxes) for dim in range(dims))
     numel = sum(box.numel for box, _ in boxes)
     if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
-        raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
+        raise CheckpointError(f"{path}: the parts of {name} have {numel} elements of {prod(shape)}, or share some")
     return in_pieces(Spec(boxes[0][1].spec.dtype, shape), boxes)
 
 

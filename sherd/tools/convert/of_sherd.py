@@ -49,7 +49,7 @@ class SherdSource(Source):
         super().__init__(FORMAT, tensors, rest, self.opened.close, [note])
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns by name the number of pieces of each tensor that is in several."""
+        """Returns by name the number of parts of each tensor that is in several."""
         counted = {name: sum(1 for _ in entry.pieces()) for name, entry in self.opened.manifest.tensors.items()}
         return {name: number for name, number in counted.items() if number > 1}
 

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: read with tensors by parts, straight from the file, and written likewise.
+"""Files of `torch.save`: tensors are read and written by parts, straight from and to the file.
 
 Such a file is a zip archive, without compression: `data.pkl` is the pickled tree of values, and `data/0`, `data/1` and
 so on are the bytes of storages. The pickle is read with a list of the names that torch writes for tensors; any other
@@ -118,7 +118,7 @@ def _is_row_major(part: Box, strides: Shape) -> bool:
 
 def _read(storage: Storage, start: int, into: memoryview) -> None:
     if start + len(into) > storage.nbytes:
-        raise CheckpointError(f"{storage.file.name}: a tensor lies outside of its storage")
+        raise CheckpointError(f"{storage.file.name}: a tensor is outside of its storage")
     read_exactly(storage.file, storage.start + start, into)
 
 

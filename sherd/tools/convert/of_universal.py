@@ -34,7 +34,7 @@ FORMAT = "universal"
 
 _LATEST, _SETTINGS, _MODEL_FILE = "latest_universal", "zero/optimizer_state.pt", "mp_rank_00_model_states.pt"
 _UNIVERSAL, _OF_RANKS = ("zero/*/fp32.pt", _LATEST), ("*zero_pp_rank_*_optim_states.pt", "latest")
-"""The files that a folder has, and the file beside it that names the last folder."""
+"""The files that a folder has, and the file next to it that names the last folder."""
 _ZERO3_FILE = f"zero_pp_rank_0_{_MODEL_FILE}"
 _KEYS_OF_ZERO3 = {"exp_avg", "exp_avg_sq", "step"}
 _VERSION = "0.19.8+sherd"

@@ -21,7 +21,7 @@ BRANCH = (
 ELSEWHERE = "find out why this rank is there while the others wait for it: its own data, a lock, a collective of yours"
 GONE = (
     "look at the end of this rank's log: a crash, or killed for want of memory? If it ran on another machine, copy its "
-    "record beside these"
+    "record next to these"
 )
 
 

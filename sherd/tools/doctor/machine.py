@@ -97,7 +97,7 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield warned("environment", name, environment[name] or "(empty)", judge(environment[name]))
     missing = [name for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if "RANK" in environment and missing:
-        remedy = f"{', '.join(missing)} is missing beside it: start with torchrun, or unset RANK"
+        remedy = f"{', '.join(missing)} is missing, although RANK is set: start with torchrun, or unset RANK"
         yield warned("environment", "RANK", environment["RANK"], remedy)
 
 
@@ -113,7 +113,7 @@ def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
     yield warned("environment", "cores", value, remedy if accelerator() is None else "")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     remedy = "other processes want these cores (see top): end them, or all times are theirs, too, and ranks may be late"
-    every = os.cpu_count() or usable  # the load is that of the whole machine
+    every = os.cpu_count() or usable  # the load is that of the entire machine
     yield warned("environment", "load", f"{load:.1f} on {every} cores", remedy if load > 1.25 * every else "")
 
 

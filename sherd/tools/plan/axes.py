@@ -38,7 +38,7 @@ def auto_units(model: nn.Module, wrapping: Wrapping = "auto", **fully_shard_args
         model: what to shard, in place.
         wrapping: "pairs": two successive blocks are one unit, which halves the number of collectives. "parts": large
             modules within a block, as attention and feed-forward, are units too, which takes less memory at once.
-            "ends": large modules beside the blocks, as an embedding and a head, are units too.
+            "ends": large modules next to the blocks, as an embedding and a head, are units too.
         fully_shard_args: arguments of `fully_shard`, for every unit.
 
     Raises:
@@ -86,7 +86,7 @@ class ModelLayout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes besides data-parallel ones that may have several ranks."""
+        """The axes other than data-parallel ones that may have several ranks."""
         return tuple(self.cuts)
 
     @property
@@ -97,7 +97,7 @@ class ModelLayout:
     def misfit(self, mesh: Mesh) -> str:
         """Returns why the model cannot be laid over `mesh`, or an empty text if it can."""
         others = [name for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
-        return f"nobody has said how this model is laid over {others[0]}" if others else ""
+        return f"no layout says how this model is laid over {others[0]}" if others else ""
 
     def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
         """Returns the part of `model` in one stage of a pipeline."""

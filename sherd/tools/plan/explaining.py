@@ -184,9 +184,9 @@ def _lines(
     (free, total), allocated = torch.accelerator.get_memory_info(device), torch.accelerator.memory_allocated(device)
     reserved, needed = torch.accelerator.memory_reserved(device), now.reserved_bytes
     yield f"of {in_bytes(total)}, {in_bytes(free)} are free; torch has {in_bytes(allocated)} in {in_bytes(reserved)}"
-    beside = max(0, free + reserved + 1 - needed)
-    yield f"a step is predicted to take {in_bytes(needed)}, and {in_bytes(beside)} are taken beside it"
-    yield from _advice(running, lambda of: of.reserved_bytes + beside, free + reserved)
+    more = max(0, free + reserved + 1 - needed)
+    yield f"a step is predicted to take {in_bytes(needed)}, and {in_bytes(more)} are taken in addition"
+    yield from _advice(running, lambda of: of.reserved_bytes + more, free + reserved)
 
 
 def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> Iterator[str]:
@@ -428,7 +428,7 @@ _OURS = {*Unit.ATTRIBUTES, "_compiled_call_impl"}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of `model` without sharding: whole parameters on the meta device, no wrappers, no hooks.
+    """Returns a copy of `model` without sharding: full parameters on the meta device, no wrappers, no hooks.
 
     No value is read, and the model may be in the middle of a step.
 

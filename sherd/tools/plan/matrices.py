@@ -45,7 +45,7 @@ class StepOfMatrices:
 
     @classmethod
     def of(cls, model: nn.Module, on_host: bool = False) -> StepOfMatrices | None:
-        """Returns the step for a sharded model, whose gradients it may place anew; None if Muon steps nothing of it.
+        """Returns the step for a sharded model, whose gradients it may place again; None if Muon steps nothing of it.
 
         The products are in the dtype of an accelerator, or of this CPU. Raises OptimizerError as Muon does.
         """

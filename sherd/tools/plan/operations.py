@@ -119,7 +119,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 # Which collective an operation is
 
-# By the operation's name: the kind, and which argument is the whole tensor, None for the result.
+# By the operation's name: the kind, and which argument is the full tensor, None for the result.
 _C10D: dict[str, tuple[str, int | None]] = {
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),

@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def fully_shard_args(self) -> dict[str, Any]:
-        """The arguments of `auto_shard`, besides `mesh`, that shard the model as planned.
+        """The arguments of `auto_shard`, without `mesh`, that shard the model as planned.
 
         A plan with unusual units has `wrapping` too, which `sherd.tools.plan.axes.auto_units` takes.
         """
@@ -308,7 +308,7 @@ def _space_of(training: Training, cluster: Cluster, mesh: int | Mesh, samples: i
         cluster.devices_per_node,
         frozenset(fixed),
         axes=layout.axes,
-        # Whole parameters balance worse, and save nothing but messages of an optimizer that needs whole matrices.
+        # Uncut parameters balance worse, and save nothing but messages of an optimizer that needs full matrices.
         placements=VALUES["placement"] if training.optimizer.is_muon else ("shard", "flat"),
         shares=shares_of_blocks(training.model, SHARES),
         fits=lambda mesh: not layout.misfit(mesh),

@@ -60,7 +60,7 @@ NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micr
 NOT_OF_CUTS = (*NOT_OF_SHARDING, "reshard", "prefetch")
 """Settings that decide nothing about how parameters are cut."""
 ACCUMULATING = ("zero1", "ddp")
-"""Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
+"""Strategies that keep unsharded gradients from one micro-batch to the next, with `sherd.accumulate`."""
 MOST_PLAYED = 512
 """The most micro-batches of a step that are simulated. Each further one counts as the last one."""
 
@@ -303,7 +303,7 @@ class Planner:
         return model, StepOfMatrices.of(model, on_host=not self.cluster.device.overlaps)
 
     def _cut_step(self, settings: Settings) -> tuple[OptimizerPart, ...]:
-        """Returns the optimizer's step of matrices: of the whole model's a share, as of its blocks."""
+        """Returns the optimizer's step of matrices: of the full model's step a share, as of its blocks."""
         if not self.training.optimizer.is_muon:
             return ()
         number, of_all = (len(spread(block_lists(each.training.model), 1.0)) for each in (self, self._whole))
@@ -365,7 +365,7 @@ CUTS = {"flat": Flat(), "whole": Owned()}
 
 
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the arguments of `auto_units`, besides `mesh`, that `settings` stand for.
+    """Returns the arguments of `auto_units`, without `mesh`, that `settings` stand for.
 
     Without `wrapping`, which only settings with unusual units have, these are arguments of `fully_shard`.
     """
@@ -456,7 +456,7 @@ class RoughPlanner:
         self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
 
     def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
-        """Returns planners of the models with `times` `FEW` and `MORE` blocks, and the whole model's number of blocks.
+        """Returns planners of the models with `times` `FEW` and `MORE` blocks, and the full model's number of blocks.
 
         Returns `[], None` if the model has fewer blocks, or blocks that differ.
         """
@@ -511,9 +511,9 @@ class RoughPlanner:
         return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
 
     def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
-        """Returns planners of models with `FEW` and `MORE` units of blocks, and the number of units in a whole stage.
+        """Returns planners of models with `FEW` and `MORE` units of blocks, and the number of units in one stage.
 
-        If the whole model has no more units: its own planner alone.
+        If the full model has no more units: its own planner alone.
         """
         pp, run = settings.mesh.pp, together(settings)
         planners, num = self._planners(min(pp, 2) * run)

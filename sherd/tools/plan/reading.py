@@ -326,7 +326,7 @@ class Recording(TorchDispatchMode):
         without_values = WITHOUT_VALUES.get(func)
         result = without_values(*args, **kwargs) if without_values else _known.of(func, args, kwargs)
         if are_fake((*types, type(result))):
-            return result  # nobody will compute this
+            return result  # this will never be computed
         for each in tensors_among((result,)):
             self._note(each, again)
         if is_communication(func):

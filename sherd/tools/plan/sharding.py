@@ -216,12 +216,12 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 def with_blocks(sharded: Sharded, like: Mapping[Run, Run], work: Work) -> Sharded | None:
     """Returns `sharded`, read from a model that was thinned out, with the blocks that were removed.
 
-    None if parameters of blocks belong to units around the blocks: such a unit is larger in the whole model.
+    None if parameters of blocks belong to units around the blocks: such a unit is larger in the full model.
 
     Args:
         sharded: of the model that is left; its modules and parameters are numbered as in `work`.
         like: what `thin_out` returned.
-        work: of the whole model.
+        work: of the full model.
     """
     kept = {block: run for run in like.values() for block in run}
     numbers = {module.name: number for number, module in enumerate(work.modules)}

@@ -49,7 +49,7 @@ class Device:
 
     Attributes:
         memory: the bytes of the device.
-        library_bytes: bytes that the driver and libraries (context, NCCL, cuBLAS) take beside tensors.
+        library_bytes: bytes that the driver and libraries (context, NCCL, cuBLAS) take in addition to tensors.
         peak_flops: the maker's FLOP/s by the dtype's name; MFU is a share of it.
         flops: the FLOP/s that large matrix products achieve, by the dtype's name.
         attention_share: the share of `flops` that fused attention achieves.
@@ -57,7 +57,7 @@ class Device:
         shares: the shares of `bandwidth` that other kinds of operations achieve.
         launch: seconds of the shortest operation on the device.
         host: seconds of the host to queue one operation, when it runs ahead of the device; for a CPU 0.
-        overlaps: collectives run beside compute, as on an accelerator with streams.
+        overlaps: collectives overlap with compute, as on an accelerator with streams.
         beside: the share of its speed that compute keeps while collectives run.
         skew: seconds by which the slowest rank is later than the mean rank, after all compute for 1 ms. Only for
             devices without `overlaps`: for others the times of collectives include it.
@@ -90,8 +90,8 @@ class Cluster:
         to_host: the link between a device and its host's memory.
         price_per_hour: the price of one device, in `currency`; None: unknown.
         sources: where each figure comes from, by its name.
-        optimizer: seconds for each access of an optimizer step to a shard, and bytes per second besides; None: those of
-            a copy.
+        optimizer: seconds for each access of an optimizer step to a shard, and bytes per second in addition; None:
+            those of a copy.
         host_memory: the bytes of a node's own memory; None: not known.
     """
 
@@ -260,7 +260,7 @@ def _require_known(path: Path, values: Mapping[str, object], sources: Mapping[st
 
 
 def _require_possible(path: Path, values: Mapping[str, object], device: Device) -> None:
-    """Raise ClusterError for a figure that is too large beside another one."""
+    """Raise ClusterError for a figure that is too large compared with another one."""
     if device.library_bytes >= device.memory:
         raise ClusterError(
             f"{path}: device.library_bytes = {shortened(values['device.library_bytes'])}; expected less than "
@@ -279,7 +279,7 @@ def _value(where: str, value: object, kind: Kind) -> object:
         match = re.fullmatch(rf"{NUMBER} ?({'|'.join(map(re.escape, kind.units))})", str(value), re.ASCII)
         number = float(match[1]) * kind.units[match[2]] if match else number
         is_good = 0 < number < float("inf") or (kind.may_be_zero and number == 0)
-        is_good = is_good and (kind.may_be_zero or "GiB" not in kind.units or number >= 0.5)  # bytes are whole
+        is_good = is_good and (kind.may_be_zero or "GiB" not in kind.units or number >= 0.5)  # bytes are integers
     if not is_good:
         raise ClusterError(f"{where} = {shortened(value)}; expected {kind.expected}")
     if not isinstance(kind, Quantity):
@@ -315,7 +315,7 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     flat = _flat(asdict(cluster))
     if flat["price_per_hour"] is not None:
         flat["price_per_hour"] = f"{flat['price_per_hour']} {cluster.currency}"
-    # Figures without effect are left out: if nothing runs beside compute, or no rank is late.
+    # Figures without effect are left out: if nothing overlaps with compute, or no rank is late.
     if not cluster.device.overlaps:
         del flat["device.beside"]
     if cluster.device.overlaps or not cluster.device.skew:

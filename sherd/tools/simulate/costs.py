@@ -102,7 +102,7 @@ def collective_seconds(kind: str, nbytes: int, ranks: NodeRanks, cluster: Cluste
 
     Args:
         kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
-        nbytes: the bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter, the input of
+        nbytes: the bytes of the full tensor: the result of an all-gather, the input of a reduce-scatter, the input of
             an all-to-all with this rank's own part.
         ranks: the ranks that take part. A send is between two; per_node = 1 if they are on two nodes.
         cluster: the links between the ranks.
@@ -134,7 +134,7 @@ class ClusterCosts:
     """The seconds of work on a rank of `cluster`, whose nodes are filled one after the other.
 
     Attributes:
-        overlaps: collectives run beside compute.
+        overlaps: collectives overlap with compute.
         host: seconds of the host to queue one operation or collective.
         beside: the share of its speed that compute keeps while a collective runs.
     """

@@ -415,7 +415,7 @@ class Clock:
             self.spans.append(LaneSpan(Lane.COMPUTE, name, unit, start, end))
 
     def _end_beside_collectives(self, now: float, seconds: float) -> float:
-        """Returns the end of compute that begins `now` and takes `seconds` without collectives beside it."""
+        """Returns the end of compute that begins `now` and takes `seconds` without concurrent collectives."""
         self._busy = sorted(each for each in self._busy if each[1] > now)
         for begin, end in self._busy:
             alone = max(0.0, begin - now)

@@ -115,9 +115,9 @@ class CachingAllocator:
 
     A request gets the smallest free block of its lane and pool that is large enough. The rest of the block is cut off
     if it has 512 bytes at least, in the large pool more than 1 MiB; else it is lost until the block is free. A freed
-    block is joined with the free blocks beside it. Blocks of other lanes are never taken, since their streams may still
+    block is joined with its free neighbors. Blocks of other lanes are never taken, since their streams may still
     use them. So free memory may be of no use, and more is reserved than is alive. When the driver has no more memory,
-    segments that are wholly free are given back first.
+    segments that are entirely free are given back first.
 
     Rules and sizes are those of torch (c10/cuda/CUDACachingAllocator.cpp, c10/core/AllocatorConfig.h) with its
     defaults, without expandable segments.

@@ -104,9 +104,9 @@ class Settings:
     )
     replicate_below: int = limited(
         0,
-        "bytes; each rank keeps the whole of smaller parameters",
+        "bytes; each rank keeps smaller parameters unsharded",
         at_least(0),
-        words=lambda below: f"whole below {below:,} bytes",
+        words=lambda below: f"unsharded below {below:,} bytes",
     )
     wrapping: str = limited(
         "auto",
@@ -210,7 +210,7 @@ class Space:
     Attributes:
         fixed: the names of settings that are not chosen.
         most_samples: the most samples in one forward of a rank.
-        axes: the axes of a mesh, besides `replicate` and `shard`, that may have several ranks.
+        axes: the axes of a mesh, other than `replicate` and `shard`, that may have several ranks.
         wrappings: the ways to make units that the model allows.
         placements: the ways to cut parameters that are worth a try.
         shares: the shares of blocks that may be computed again.
@@ -252,7 +252,7 @@ class Space:
         for replicas in divisors(near.num_data):
             shard = near.num_data // replicas
             ranks = shard * inside
-            is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0  # whole nodes, or equal parts of one
+            is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0  # full nodes, or equal parts of one
             # A user who asks for a strategy asks that something is sharded.
             is_asked = "strategy" not in self.fixed or shard * near.cp > 1 or near.num_data == 1
             if (shard == near.num_data or is_even) and is_asked:

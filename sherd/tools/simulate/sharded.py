@@ -35,7 +35,7 @@ class SimulatedUnit:
         groups: the buffers of the unit's groups.
         traffic: the collectives of the unit's groups.
         stepped: the bytes of each shard that the optimizer steps element by element.
-        matrices: the bytes of each shard of a matrix that it steps as a whole.
+        matrices: the bytes of each shard of a matrix that it steps as one.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Sharded:
         """Returns the bytes that a rank takes of its host's memory; 0 unless it is offloaded.
 
         Shards and their gradients are pinned, a buffer for each group; the optimizer's state is not. A further
-        reduction of a step, of `num_reductions`, lands beside the gradients before it is added to them.
+        reduction of a step, of `num_reductions`, lands next to the gradients before it is added to them.
         """
         if not self.is_offloaded:
             return 0

@@ -110,7 +110,7 @@ class Collective:
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
-        nbytes: the bytes of the whole tensor; see `costs.collective_seconds`.
+        nbytes: the bytes of the full tensor; see `costs.collective_seconds`.
         group: the ranks that take part.
     """
 
@@ -156,7 +156,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Autograd hands over the whole gradient of a parameter.
+    """Autograd hands over the full gradient of a parameter.
 
     From now on its memory belongs to the receiver. The temporary that it was until now is released just before.
     """
@@ -429,7 +429,7 @@ def scaled(work: Work, factor: float) -> Work:
     """Returns `work` for `factor` times as many samples, by a rule of three.
 
     Everything scales, except gradients of parameters and other temporaries of backward of the size of a parameter. So
-    the bytes of operations that read mostly weights are too many: to read the model anew is exact.
+    the bytes of operations that read mostly weights are too many: to read the model again is exact.
     """
     sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
     in_backward, events = False, list[Event]()

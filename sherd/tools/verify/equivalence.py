@@ -1,4 +1,4 @@
-"""`verify_equivalence`: steps of a sharded model beside the same steps of the plain model in one process."""
+"""`verify_equivalence`: steps of a sharded model next to the same steps of the plain model in one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def verify_equivalence(
     reference: str | Path | None = None,
     save_reference: str | Path | None = None,
 ) -> EquivalenceReport:
-    """Train a sharded model beside the plain model, and report the first tensors that differ beyond rounding.
+    """Train a sharded model together with the plain model, and report the first tensors that differ beyond rounding.
 
     Each batch is one step. Compared are the parameters and buffers before the first step, and in each step the outputs
     of the units and of the model, the losses, the gradients, the buffers, and the parameters after the optimizer's
@@ -101,7 +101,7 @@ def verify_equivalence(
     Only rank 0 trains the plain model, so no other rank needs memory for it. It runs the parts of a batch one after the
     other, and averages their gradients.
 
-    The allowed difference is measured. Beside the plain model runs another one with errors in every weight, input and
+    The allowed difference is measured. A second plain model runs with errors in every weight, input and
     sum of gradients: of random sign, and as large as the spacing of the coarsest dtype (`torch.finfo(dtype).eps`). A
     tensor may differ by `margin` times the change that these errors cause, or by `margin` spacings if that is more. The
     dtypes are those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. After the gradients
@@ -242,7 +242,7 @@ class _Comparison:
     def _from_rank_0(
         self, expected: ExpectedStep | None, is_update: bool
     ) -> Iterator[tuple[Key, Tensor, float, float]]:
-        """Yields on all ranks what rank 0 expects: in portions, since another whole model may not fit into memory."""
+        """Yields on all ranks what rank 0 expects: in portions, since another full model may not fit into memory."""
         waiting = [] if expected is None else [key for key in expected if (key.kind == UPDATED) == is_update]
         while True:
             portion, num_bytes = [], 0
@@ -328,7 +328,7 @@ def _same_everywhere(digests: list[str]) -> list[str]:
         if others != first[0]:
             raise PolicyError(
                 f"{WHAT}(batches=...): rank {rank} has other batches than rank 0, or another number; give all ranks "
-                "the same whole batches, of which each takes its part"
+                "the same full batches, of which each takes its part"
             )
     return digests
 

@@ -37,7 +37,7 @@ class Difference:
         relative: the same over the largest absolute value of the tensor; for updated parameters and buffers, over the
             largest change in the step.
         allowed: the largest absolute difference that the dtype explains.
-        problem: what is wrong with the whole tensor, such as another shape; else empty.
+        problem: what is wrong with the tensor altogether, such as another shape; else empty.
     """
 
     kind: str
@@ -118,7 +118,7 @@ class EquivalenceReport:
 def difference(
     key: Key, step: int, rank: int, found: Tensor | None, expected: Tensor | None, size: float, allowed: float
 ) -> Difference:
-    """Returns how far `found` is from `expected`, two whole tensors. A missing tensor is None."""
+    """Returns how far `found` is from `expected`, two full tensors. A missing tensor is None."""
     if found is None or expected is None:
         return Difference(
             *key[:2], step, rank, problem=f"the {'plain' if found is None else 'sharded'} model alone has it"

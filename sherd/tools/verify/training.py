@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 Shown = dict[Key, Tensor]
-"""The values that a step shows, in the order in which the step computes them: whole tensors in host memory."""
+"""The values that a step shows, in the order in which the step computes them: full tensors in host memory."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ComparedTraining:
         return shown | {Key("gradient", name): gradient for name, (_, gradient) in gradients} | self._shown_buffers()
 
     def update(self, gradients: Mapping[str, Tensor]) -> Shown:
-        """Step with `gradients`, the whole gradients of the plain training. Returns the parameters.
+        """Step with `gradients`, the full gradients of the plain training. Returns the parameters.
 
         So all trainings begin each step with the same parameters. From its own gradients, Adam would make steps of
         opposite signs out of two roundings of zero.
@@ -186,7 +186,7 @@ class ComparedTraining:
 
 
 def whole_parameters(model: nn.Module, with_grads: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns each whole parameter of `model` by its plain name, with its whole gradient; a collective if sharded.
+    """Returns each full parameter of `model` by its plain name, with its full gradient; a collective if sharded.
 
     A missing gradient is zeros. Without `with_grads`, gradients are empty tensors.
     """
@@ -199,7 +199,7 @@ def whole_parameters(model: nn.Module, with_grads: bool = False) -> dict[str, tu
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of the whole `tensor` in host memory; a collective for a DTensor."""
+    """Returns a copy of the full `tensor` in host memory; a collective for a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
@@ -280,8 +280,8 @@ def train_plain(
 ) -> Iterator[ExpectedStep]:
     """Yields what is expected before the first step, and then in each step.
 
-    Besides the plain training, one training runs for each of `widths`, with a relative error of this size in every
-    weight, input and sum of gradients.
+    In addition to the plain training, one training runs for each of `widths`, with a relative error of this size in
+    every weight, input and sum of gradients.
     """
 
     def training(disturbance: Disturbance | None) -> ComparedTraining:
@@ -331,7 +331,7 @@ def stored_steps(path: Path, made_with: Mapping[str, object]) -> Iterator[Expect
     except Exception as error:
         raise PolicyError(f"{where}: it cannot be read ({error}); write it with save_reference=") from error
     if differing:
-        raise PolicyError(f"{where}: it was made with other {' and '.join(differing)}; give the same, or write it anew")
+        raise PolicyError(f"{where}: it was made with other {' and '.join(differing)}; give the same, or save again")
     for step in read["steps"]:
         yield {Key(*key): Expected(*expected) for key, expected in step}
 
