@@ -45,7 +45,7 @@ MOST_CODE_LINES = 60  # of a function
 # weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
 # trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
 # optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048); the
-# core's with a table of the cases of gradients, and a unit in two files (028).
+# core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`.
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),
@@ -54,7 +54,7 @@ FIGURES = {
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
     "lines of the whole": (61946, 48000),
-    "lines of the core": (35634, 28000),
+    "lines of the core": (35747, 28000),
     "lines of the FSDP1": (2648, 2700),
     "lines of the plug-ins": (3374, 3400),
     "lines of the adapters": (1603, 1500),
