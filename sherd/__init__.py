@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from sherd.tools.plan.explaining import explain_memory as explain_memory
     from sherd.tools.plan.plan import Plan as Plan
     from sherd.tools.plan.plan import plan as plan
+    from sherd.tools.verify.capture import CaptureReport as CaptureReport
+    from sherd.tools.verify.capture import capturable as capturable
     from sherd.tools.verify.equivalence import verify_equivalence as verify_equivalence
     from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
     from sherd.uneven.guarded_step import step as step
@@ -96,6 +98,7 @@ _HOMES = {
     "Blocks": "sherd.layout.runs",
     "CPUOffload": "sherd.fsdp1.arguments",
     "CPUOffloadPolicy": "sherd.policy",
+    "CaptureReport": "sherd.tools.verify.capture",
     "Comm": "sherd.policy",
     "CommPolicy": "sherd.policy",
     "DTensorExtensions": "sherd.fsdp1.extensions",
@@ -146,6 +149,7 @@ _HOMES = {
     "accumulate": "sherd.api.accumulate",
     "async_save": "sherd.api.checkpoints",
     "auto_shard": "sherd.api.auto_shard",
+    "capturable": "sherd.tools.verify.capture",
     "clip_grad_norm_": "sherd.clip",
     "explain_memory": "sherd.tools.plan.explaining",
     "explain_migration": "sherd.tools.migrate",

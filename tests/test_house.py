@@ -45,7 +45,7 @@ MOST_CODE_LINES = 60  # of a function
 # weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
 # trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
 # optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048); the
-# core's with a table of the cases of gradients, and a unit in two files (028).
+# core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`.
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),

@@ -43,6 +43,7 @@ NEWER = {key: names if torch_is_older(2, 15) else set() for key, names in SINCE_
 FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
 OURS = {
     "Blocks",
+    "CaptureReport",
     "CommPolicy",
     "DTensorExtensions",
     "Ema",
@@ -70,6 +71,7 @@ OURS = {
     "accumulate",
     "async_save",
     "auto_shard",
+    "capturable",
     "clip_grad_norm_",
     "explain_memory",
     "explain_migration",

@@ -27,6 +27,7 @@ from sherd._torch.call_stack import asked_by_spec as asked_by_spec
 from sherd._torch.call_stack import defers_reductions as defers_reductions
 from sherd._torch.call_stack import frames_from as frames_from
 from sherd._torch.call_stack import in_functional_call as in_functional_call
+from sherd._torch.call_stack import is_users as is_users
 from sherd._torch.call_stack import splitting_stage as splitting_stage
 from sherd._torch.call_stack import users_call as users_call
 from sherd._torch.call_stack import users_frame as users_frame

@@ -28,9 +28,14 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_users(frame: FrameType) -> bool:
+    """Returns whether the code of `frame` is neither sherd's, torch's nor Python's own."""
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the innermost frame, from `frame` on, of code that is neither sherd's nor torch's."""
-    return next((outer for outer in frames_from(frame) if not outer.f_code.co_filename.startswith(_LIBRARIES)), None)
+    return next(filter(is_users, frames_from(frame)), None)
 
 
 def users_line(frame: FrameType | None) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,6 +43,19 @@ class Handoff(Protocol):
 
     def wait_on_host(self) -> None:
         """Block the caller until the collective has ended: for results in host memory."""
+
+
+class LaneObserver(Protocol):
+    """An object that sees what waits for what among the lanes."""
+
+    def queues(self, lane: str) -> int:
+        """Note that a collective is queued on `lane`. Returns its number."""
+
+    def waits(self, lane: str, number: int, on_host: bool) -> None:
+        """Note that compute, another lane, or the host waits for collective `number` of `lane`."""
+
+    def follows_event(self) -> None:
+        """Note that a lane is to wait for an event of the user's."""
 
 
 class CommStream(ABC):
@@ -82,6 +96,10 @@ class Streams(ABC):
 
     def noting(self, queued: Queued) -> AbstractContextManager[None]:
         """Returns a context in which collectives that lanes queue are noted in `queued`."""
+        return contextlib.nullcontext()
+
+    def observed(self, observer: LaneObserver) -> AbstractContextManager[None]:
+        """Returns a context in which `observer` sees who waits for what; there is nothing to see without streams."""
         return contextlib.nullcontext()
 
 
@@ -234,7 +252,7 @@ class _StreamLane(CommStream):
         self._stream = torch.Stream(device, priority=priority)
         self._notes = notes
 
-    def run(self, start: Run, after: Handoff | None = None) -> Handoff:
+    def run(self, start: Run, after: Handoff | None = None) -> _Recorded:
         if isinstance(after, _Recorded):
             self._stream.wait_event(after.event)
         queued = self._notes.queued
@@ -262,6 +280,47 @@ class _StreamLane(CommStream):
 
     def follow_event(self, event: torch.Event) -> None:
         self._stream.wait_event(event)
+
+
+class _ObservedHandoff(_Recorded):
+    """A handoff that tells an observer who waits for it. `after`: what its own collective has waited for."""
+
+    def __init__(
+        self, device: torch.device, event: torch.Event, note: Callable[[bool], None], after: Handoff | None
+    ) -> None:
+        super().__init__(device, event)
+        self._note, self._after = note, after
+
+    def wait(self) -> None:
+        self.is_waited_for()
+        super().wait()
+
+    def wait_on_host(self) -> None:
+        self._note(True)
+        super().wait_on_host()
+
+    def is_waited_for(self) -> None:
+        """Note that a stream waits: with it, for all that came before on the way here."""
+        self._note(False)
+        if isinstance(self._after, _ObservedHandoff):
+            self._after.is_waited_for()
+
+
+class _ObservedLane(_StreamLane):
+    """The same stream as `lane`, seen by an observer."""
+
+    def __init__(self, name: str, lane: _StreamLane, observer: LaneObserver) -> None:
+        self._device, self._stream, self._notes = lane._device, lane._stream, lane._notes
+        self._name, self._observer = name, observer
+
+    def run(self, start: Run, after: Handoff | None = None) -> _Recorded:
+        handoff = super().run(start, after)
+        note = partial(self._observer.waits, self._name, self._observer.queues(self._name))
+        return _ObservedHandoff(self._device, handoff.event, note, after)
+
+    def follow_event(self, event: torch.Event) -> None:
+        self._observer.follows_event()
+        super().follow_event(event)
 
 
 class DeviceStreams(Streams):
@@ -299,6 +358,16 @@ class DeviceStreams(Streams):
             queued.clear()  # a query of an event, also of an earlier one, would break the capture
             return contextlib.nullcontext()
         return self._notes.into(queued)
+
+    @contextmanager
+    def observed(self, observer: LaneObserver) -> Iterator[None]:
+        """A context in which `observer` sees who waits for what is queued inside it."""
+        lanes = {name: getattr(self, name) for name in ("gather", "reduce", "all_reduce")}
+        try:
+            vars(self).update({name: _ObservedLane(name, lane, observer) for name, lane in lanes.items()})
+            yield
+        finally:
+            vars(self).update(lanes)
 
 
 # Finding them
@@ -383,3 +452,34 @@ class _RecordedWait:
     def wait_on_host(self) -> None:
         self._log.append(("host", f"follow {self._name}"))
         self.inner.wait_on_host()
+
+
+# Graphs
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """A context in which compute runs on a side stream, as a capture asks; without streams it is as outside."""
+    if device.type == "cpu":
+        yield
+        return
+    stream, usual = torch.Stream(device), torch.accelerator.current_stream(device)
+    stream.wait_stream(usual)
+    try:
+        with stream:
+            yield
+    finally:
+        usual.wait_stream(stream)
+
+
+def recorded(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Returns a function that replays `step`, captured as a graph on the current stream, which must be a side stream.
+
+    Raises:
+        RuntimeError: the device cannot capture the step.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may ask the device meanwhile: a watchdog, NCCL's or the guard's, queries events.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"):
+        step()
+    return graph.replay

@@ -106,6 +106,11 @@ def synchronize(device: Device = None) -> None:
     torch.accelerator.synchronize(torch.device("sim", index_of(device)))
 
 
+def on_host_wait(function: Callable[[str], object] | None) -> None:
+    """Have `function` called with the cause whenever the host is about to wait: what `sherd.capturable` asks for."""
+    native().on_host_wait(function)
+
+
 # Random numbers
 
 

@@ -504,14 +504,14 @@ class Runtime(UnitRuntime):
     def observed(
         self,
         observer: Observer,
-        observer_of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver],
+        observer_of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver] | None = None,
     ) -> Iterator[None]:
         """Have `observer` see all events and actions inside the context.
 
         Args:
             observer: sees the events and actions.
             observer_of_gradients: called for each group with the numbers of its unit and of the group, and the group's
-                parameters; returns the object that sees the group's gradients.
+                parameters; returns the object that sees the group's gradients. None: gradients are not observed.
 
         Raises:
             StateError: the model is observed already.
@@ -520,7 +520,7 @@ class Runtime(UnitRuntime):
             raise StateError(f"the memory of {self.root.name} is tracked already; leave that `with` block first")
         with ExitStack() as observers:
             observers.enter_context(self.tape.observed(observer))
-            for number, unit in enumerate(self.units):
+            for number, unit in enumerate(self.units if observer_of_gradients is not None else ()):
                 for group, gradients in enumerate(unit.gradients):
                     observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
                     observers.enter_context(gradients.observed(observer_of_group))
