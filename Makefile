@@ -10,7 +10,7 @@ DOCS := .venv-docs
 RELEASE := .venv-release
 BROWSER := .browser/chromium
 
-.PHONY: help test test-front test-interop test-all test-thorough test-device conformance train lint bare docs pages bench release clean
+.PHONY: help test test-front test-interop test-all test-thorough test-device conformance train lint bare docs pages bench gpu release clean
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make docs           build the documentation site into site/; ARGS='...' go to mkdocs build"
 	@echo "make pages          compute docs/data and the summaries of pages anew, where that takes seconds"
 	@echo "make bench          sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
+	@echo "make gpu            ten minutes on this machine's GPUs, compared with FSDP2: a table, and what to send"
 	@echo "make release        build and check the wheel, the source distribution and the notes, into dist/"
 	@echo "make clean          remove .venv, caches and builds"
 
@@ -89,6 +90,9 @@ pages: $(VENV)/.test
 
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
+
+gpu: $(VENV)/.train
+	$(BIN)/sherd doctor --gpus $(ARGS)
 
 release: $(RELEASE)/.release $(DOCS)/.docs
 	$(RELEASE)/bin/python .ci/release.py

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..peak import LiveBytes
 from ..rounds import without_collector
-from .trace import idle_ms, traced
+from .trace import exposed_ms, idle_ms, traced
 from .training import Training
 
 NUM_WARMUPS = 2
@@ -40,6 +40,8 @@ class Measured:
     reserved: int = 0
     """Most bytes that the allocator held from the device, from the first step on."""
     loss: float = 0.0
+    exposed_ms: float | None = None
+    """How long collectives ran alone in the traced step; None where the profiler saw none."""
 
 
 def measured(training: Training, num_steps: int) -> Measured:
@@ -55,9 +57,11 @@ def measured(training: Training, num_steps: int) -> Measured:
     allocated, requested = peaks(training)
     reserved = torch.accelerator.max_memory_reserved() if on_accelerator(training) else 0
     batches = training.batches(0)
-    idle = idle_ms(traced(lambda: training.step(batches), training.device))
+    events = traced(lambda: training.step(batches), training.device)
     loss = float("nan") if training.last_loss is None else float(training.last_loss)
-    return Measured(step_ms, host_ms, launch_ms, idle, allocated, requested, reserved, loss)
+    return Measured(
+        step_ms, host_ms, launch_ms, idle_ms(events), allocated, requested, reserved, loss, exposed_ms(events)
+    )
 
 
 def on_accelerator(training: Training) -> bool:

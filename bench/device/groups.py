@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -57,8 +57,8 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def ask(self, question: Any, seconds: float) -> list[Any]:
-        """Returns the answers in rank order.
+    def ask(self, question: Any, seconds: float, silent: Collection[int] = ()) -> list[Any]:
+        """Returns the answers in rank order, of all but the ranks of which none is expected: `silent`.
 
         Raises:
             Failed: a rank raised, died, or did not answer within `seconds`.
@@ -69,16 +69,17 @@ class Ranks:
             for pipe in self._pipes:
                 pipe.send(question)
             # A rank that waits for one that failed does not answer, so the first failure to arrive is the cause.
-            answers = {}
-            while len(answers) < len(self._pipes):
-                for rank, pipe in enumerate(self._pipes):
+            answers: dict[int, Any] = {}
+            asked = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in silent}
+            while len(answers) < len(asked):
+                for rank, pipe in asked.items():
                     if rank not in answers and pipe.poll(0.01):
                         answers[rank] = _checked(pipe.recv())
                 if time.monotonic() > until:
                     raise Failed(f"no answer within {seconds:.0f} s")
         except (EOFError, OSError):
             raise Failed("the process died") from None
-        return [answers[rank] for rank in range(len(self._pipes))]
+        return [answers[rank] for rank in asked]
 
     def __enter__(self) -> Ranks:
         return self

@@ -33,6 +33,7 @@ COUNTS = (
         "how long the busiest stream ran nothing in one step, by the profiler's trace: it waits for other streams, and "
         "for the host. On fake ranks the collectives are copies on the device: few waits are for them",
     ),
+    ("collectives alone", "how long collectives ran in one step while no other kernel did, by the profiler's trace"),
     ("exposed communication", "how much longer a step takes than on a group whose collectives do nothing"),
     ("allocated", "most bytes of tensors alive at once in that phase; forward and backward are those of a micro-batch"),
     ("requested", "the same before the allocator rounded sizes up"),

@@ -85,7 +85,8 @@ def _rows_of_case(results: Sequence[Result], silent: Sequence[Result]) -> Iterat
         steps = _joined(results, lambda each: each.step_ms)
         yield row_of_rounds(f"{title}: step", "ms", steps, aims, first.stack)
         yield row_of_rounds(f"{title}: host", "ms", _joined(results, lambda each: each.host_ms), aims)
-        yield from _idle(title, results)
+        yield from _longest(f"{title}: compute idle", results, lambda rank: rank.idle_ms)
+        yield from _longest(f"{title}: collectives alone", results, lambda rank: rank.exposed_ms)
         yield from _exposed(title, steps, silent)
         yield from _memory(title, results, aims)
     for system, why in failures.items():
@@ -108,15 +109,15 @@ def _first_turns(results: Sequence[Result]) -> dict[str, list[Measured]]:
     return found
 
 
-def _idle(title: str, results: Sequence[Result]) -> Iterator[Row]:
-    """The rank whose compute idles longest."""
+def _longest(title: str, results: Sequence[Result], of: Callable[[Measured], float | None]) -> Iterator[Row]:
+    """The rank with the longest time, of systems that have one."""
     seen = {}
     for name, ranks in _first_turns(results).items():
-        idle = [rank.idle_ms for rank in ranks if rank.idle_ms is not None]
-        if idle:
-            seen[name] = max(idle)
+        times = [taken for rank in ranks if (taken := of(rank)) is not None]
+        if times:
+            seen[name] = max(times)
     if seen:
-        yield row_of_counts(f"{title}: compute idle", "ms", seen)
+        yield row_of_counts(title, "ms", seen)
 
 
 def _exposed(title: str, steps: dict[str, list[float]], silent: Sequence[Result]) -> Iterator[Row]:

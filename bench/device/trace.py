@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+COLLECTIVES = ("nccl", "rccl", "oneccl")
+"""In the names of kernels, in lower case."""
 
 
 @dataclass(frozen=True, order=True)
@@ -109,3 +111,17 @@ def idle_ms(events: Iterable[dict[str, Any]]) -> float | None:
         return None
     first, last = min(spans[0].start for spans in streams), max(spans[-1].end for spans in streams)
     return (last - first - max(map(busy, streams))) / 1e3
+
+
+def exposed_ms(events: Iterable[dict[str, Any]]) -> float | None:
+    """Milliseconds in which collectives ran and no other kernel did. None for a trace without collectives."""
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") == "kernel":
+            start = float(event["ts"])
+            is_collective = any(word in event["name"].lower() for word in COLLECTIVES)
+            spans[is_collective].append(Span(start, start + float(event["dur"])))
+    collectives = joined(spans[True])
+    if not collectives:
+        return None
+    return (busy(collectives) - common(collectives, joined(spans[False]))) / 1e3

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ __all__ = ["doctor"]
 MEETING = timedelta(seconds=30)  # by which one rank may be later than another
 LIMIT_S = 120.0  # after which a rank that is stuck shows where, and ends
 MEASURING_S = 300.0  # the same with --bandwidth, which takes ten seconds
+CLONE = "clone the repository, and run make gpu there"
 STUCK = (
     "look at stderr for what it was doing; if ranks did not meet, check the interfaces and variables above, and try "
     "--ranks 1"
@@ -42,6 +44,8 @@ STUCK = (
 
 def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Be a launcher or a rank; returns the exit code. Raises InputError for a file that cannot be written."""
+    if args.gpus:
+        return _on_gpus(args)
     if not args.into:
         require_free(args.bandwidth)
     if is_rank():
@@ -60,6 +64,17 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
     if code:
         findings.append(Finding("ranks", "end", f"exit code {code}", FAILURE, STUCK))
     return _told(findings, args)
+
+
+def _on_gpus(args: argparse.Namespace) -> int:
+    """Run a program of the bench, in a clone: it measures torch's own FSDP, which sherd does not import."""
+    clone = Path(__file__).parents[2]
+    if not (clone / "bench" / "gpus").is_dir():
+        return _told([Finding("gpus", "program", "not here: it is in sherd's repository", FAILURE, CLONE)], args)
+    words = ["--out", str(Path(args.out).resolve())]
+    words += ["--ranks", str(args.ranks)] if args.ranks else []
+    words += [f"--{name}" for name in ("json", "strict", "quick") if getattr(args, name)]
+    return subprocess.run([sys.executable, "-m", "bench.gpus", *words], cwd=clone, check=False).returncode
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:

@@ -14,6 +14,7 @@ from sherd.train.codes import BAD_INPUT
 
 ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
 MEASURE = "measure compute, memory and links instead, and write them to FILE (cluster.toml), for sherd plan"
+GPUS = "in a clone: try this machine's GPUs for ten minutes, compare with FSDP2, and write what to send"
 CODES = f"exit code: 0, all is well; 1, with --strict, there is a warning; {BAD_INPUT}, there is a failure"
 
 
@@ -27,8 +28,11 @@ def add_doctor(commands: Any) -> None:
     )
     p.add_argument("--ranks", type=reader(at_least(1)), metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
+    p.add_argument("--gpus", action="store_true", help=GPUS)
+    p.add_argument("--out", default="gpus", metavar="FOLDER", help="of --gpus: for the file and the page to send")
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 after a warning")
+    p.add_argument("--quick", action="store_true", help="of --gpus: one short turn")
     p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings
 
 
