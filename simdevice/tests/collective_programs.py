@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from sherd._torch import all_gather_single as gather_single
-from sherd._torch import reduce_scatter_single as scatter_single
+# torch 2.14 gives them new names, and warns of the old ones.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 ROUNDS = 3
 SIZE = 6

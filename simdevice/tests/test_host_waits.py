@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.device import sim
+import simdevice
 
 
 @pytest.fixture
 def x(device):
     x = torch.arange(6.0, device=device)
     torch.accelerator.synchronize()
-    sim.host_waits()
+    simdevice.host_waits()
     return x
 
 
@@ -31,24 +31,24 @@ CAUSES = {
 def test_each_cause_is_counted_and_heard(x):
     for cause, wait in CAUSES.items():
         heard = []
-        sim.on_host_wait(heard.append)
+        simdevice.on_host_wait(heard.append)
         wait(x)
-        sim.on_host_wait(None)
-        waits = sim.host_waits()
+        simdevice.on_host_wait(None)
+        waits = simdevice.host_waits()
         assert [each.removesuffix(", no meta kernel") for each in waits] == [cause]
         assert heard == list(waits), cause
-        assert sim.host_waits() == {}, cause
+        assert simdevice.host_waits() == {}, cause
 
 
 def test_copies_with_pinned_memory_do_not_wait(x):
     pinned = torch.ones(6).pin_memory()
     assert pinned.is_pinned()
     assert not torch.ones(6).is_pinned()
-    sim.sleep(500_000)
+    simdevice.sleep(500_000)
     x.copy_(pinned, non_blocking=True)
     back = torch.empty(6, pin_memory=True).copy_(x * 2, non_blocking=True)
     assert not torch.accelerator.current_stream().query()
-    assert sim.host_waits() == {}
+    assert simdevice.host_waits() == {}
     torch.accelerator.synchronize()
     assert back.tolist() == [2] * 6
 
@@ -56,14 +56,14 @@ def test_copies_with_pinned_memory_do_not_wait(x):
 def test_the_host_may_overwrite_pageable_memory_at_once_and_pinned_memory_not(x):
     for pin, expected in ((False, 1), (True, 5)):
         source = torch.ones(6, pin_memory=pin)
-        sim.sleep(300_000)
+        simdevice.sleep(300_000)
         x.copy_(source, non_blocking=True)
         source.fill_(5)
         assert x[0].item() == expected
 
 
 def test_pinned_memory_is_reused_only_when_its_copies_have_run(x):
-    sim.sleep(500_000)
+    simdevice.sleep(500_000)
     pinned = torch.ones(6, pin_memory=True)
     begin = pinned.data_ptr()
     x.copy_(pinned, non_blocking=True)
@@ -72,13 +72,13 @@ def test_pinned_memory_is_reused_only_when_its_copies_have_run(x):
     torch.accelerator.synchronize()
     several = [torch.empty(6, pin_memory=True) for _ in range(2)]
     assert begin in {each.data_ptr() for each in several}
-    assert not sim.races()
+    assert not simdevice.races()
 
 
 def test_what_the_hook_raises_comes_out_when_the_device_is_done_with_the_hosts_memory(x):
     """Raised at once, it would free the result of the copy before the device has written it."""
-    sim.on_host_wait(lambda cause: 1 / 0)
-    sim.sleep(300_000)
+    simdevice.on_host_wait(lambda cause: 1 / 0)
+    simdevice.sleep(300_000)
     slept = torch.accelerator.current_stream().record_event()
     with pytest.raises(ZeroDivisionError):
         x.cpu()

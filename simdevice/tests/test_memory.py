@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.device import sim
+import simdevice
 
 MIB = 1 << 20
 
@@ -77,7 +77,7 @@ def test_recorded_streams_hold_a_block_until_they_have_passed(device):
     begin = x.data_ptr()
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        sim.sleep(1_000_000)
+        simdevice.sleep(1_000_000)
         y = x * 2
     x.record_stream(side)
     del x
@@ -150,7 +150,7 @@ def test_bytes_agree_with_a_model_of_the_rules_at_every_step(seed):
     chosen = random.Random(seed)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
-    sim.configure(spoil="no")  # nothing touches the pages of so much memory
+    simdevice.configure(spoil="no")  # nothing touches the pages of so much memory
     model, held = Model(), []
     for _ in range(300):
         if held and chosen.random() < 0.45:
@@ -171,16 +171,16 @@ def test_bytes_agree_with_a_model_of_the_rules_at_every_step(seed):
 
 def test_holders_at_the_peak_are_named_and_what_a_label_raises_comes_out_at_the_allocation(device):
     label = "weights"
-    sim.label_allocations(lambda: label)
+    simdevice.label_allocations(lambda: label)
     weights = bytes_of(3000)
     label = "activations"
     x, y = bytes_of(5000), bytes_of(5000)
     del x
     label = "gradients"
     gradients = bytes_of(512)
-    assert sim.holders_at_peak(1) == {"weights": 3072, "activations": 2 * 5120}
-    assert sum(sim.holders_at_peak(1).values()) == torch.accelerator.max_memory_allocated()
-    sim.label_allocations(lambda: 1 / 0)
+    assert simdevice.holders_at_peak(1) == {"weights": 3072, "activations": 2 * 5120}
+    assert sum(simdevice.holders_at_peak(1).values()) == torch.accelerator.max_memory_allocated()
+    simdevice.label_allocations(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bytes_of(3000)
     del weights, y, gradients
@@ -208,7 +208,7 @@ def test_memory_that_is_handed_out_holds_nan(device):
     del x, alias
     assert torch.empty(100, device=device).data_ptr() == begin
     assert torch.empty(100, device=device).isnan().all()
-    sim.configure(spoil="no")
+    simdevice.configure(spoil="no")
     x = torch.ones(100, device=device)
     begin = x.data_ptr()
     del x
@@ -220,11 +220,11 @@ def test_memory_that_is_handed_out_holds_nan(device):
 def test_memory_that_is_freed_holds_nan_when_asked(device):
     side = torch.Stream(device=device)
     for spoil in ("handed out", "freed"):
-        sim.configure(spoil=spoil, races="off")
+        simdevice.configure(spoil=spoil, races="off")
         x = torch.ones(100, device=device)
         torch.accelerator.synchronize()
         with side:
-            sim.sleep(300_000)
+            simdevice.sleep(300_000)
             late = x * 2  # nothing says that the memory is still used
         del x
         with side:

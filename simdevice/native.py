@@ -8,7 +8,7 @@ import importlib.machinery
 import importlib.util
 from types import ModuleType
 
-from tests.device.build import build
+from simdevice.build import build
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.device import sim
+import simdevice
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def numbers(device):
 
 def the_race():
     """Returns the text of the one race there is."""
-    found = sim.races()
+    found = simdevice.races()
     assert len(found) == 1, found
     return next(iter(found))
 
@@ -50,12 +50,12 @@ def test_two_reads_and_different_bytes_are_no_race(device, side):
     y = x * 2
     with side:
         z = x * 2
-    assert not sim.races()
+    assert not simdevice.races()
     x = numbers(device)
     x[:500].fill_(1)
     with side:
         x[500:].fill_(2)
-        assert not sim.races(reset=False)
+        assert not simdevice.races(reset=False)
         x[499:].fill_(2)
     assert "write-write" in the_race()
     del y, z
@@ -96,7 +96,7 @@ def test_what_orders_two_streams_leaves_no_race(device, side):
             x.fill_(2)
         default().wait_stream(side)
         assert x[0].item() == 2, how
-        assert not sim.races(), how
+        assert not simdevice.races(), how
 
 
 def test_an_event_orders_what_came_before_it_and_nothing_after(device, side):
@@ -119,7 +119,7 @@ def test_record_stream_leaves_no_race(device, side):
     again = torch.ones(1000, device=device)
     side.synchronize()
     last = torch.ones(1000, device=device)
-    assert not sim.races()
+    assert not simdevice.races()
     del y, again, last
 
 
@@ -149,7 +149,7 @@ def test_a_block_that_other_streams_have_passed_orders_no_other_memory(device, s
 
 def test_races_do_not_depend_on_timing(device, side):
     for seed in range(20):
-        sim.configure(pause_us=2000, pause_percent=50, seed=seed)
+        simdevice.configure(pause_us=2000, pause_percent=50, seed=seed)
         x, y = numbers(device), numbers(device)
         for _ in range(3):
             x.add_(1)
@@ -160,7 +160,7 @@ def test_races_do_not_depend_on_timing(device, side):
                 default().wait_stream(side)
             x.mul_(2)
         torch.accelerator.synchronize()
-        kinds = {text.partition(":")[0] for text in sim.races()}
+        kinds = {text.partition(":")[0] for text in simdevice.races()}
         assert kinds == (set() if seed % 2 else {"read-write"}), seed
         if seed % 2:
             assert y[0].item() == 1 + 3 + 7, seed
@@ -168,33 +168,33 @@ def test_races_do_not_depend_on_timing(device, side):
 
 def test_a_missing_wait_gives_wrong_values(device, side):
     x = numbers(device)
-    sim.sleep(300_000)
+    simdevice.sleep(300_000)
     x.fill_(1)
     with side:
         early = x * 2
         assert early.sum().item() == 0
-    assert sim.races()
+    assert simdevice.races()
 
 
 def test_races_raise_at_the_call_or_are_not_looked_for_when_asked(device, side):
     x = numbers(device)
-    sim.configure(races="raise")
+    simdevice.configure(races="raise")
     x.fill_(1)
     with side, pytest.raises(RuntimeError, match=r"sim: write-write: fill_\.Scalar .* unordered with it zero_"):
         x.zero_()
-    assert sim.races()
-    sim.configure(races="off")
+    assert simdevice.races()
+    simdevice.configure(races="off")
     x = numbers(device)
     x.fill_(1)
     with side:
         x.fill_(2)
-    sim.configure()
+    simdevice.configure()
     x.fill_(3)  # nothing is held against what came while nobody looked
-    assert not sim.races()
+    assert not simdevice.races()
 
 
 def test_both_sides_are_labelled_when_asked(device, side):
-    sim.label_tasks(sim.calling_line)
+    simdevice.label_tasks(simdevice.calling_line)
     x = numbers(device)
     x.fill_(1)
     with side:
@@ -221,13 +221,13 @@ def test_what_the_host_does_to_pinned_memory_is_checked_when_said(device):
     x = torch.ones(1000, device=device)
     pinned = torch.empty(1000, pin_memory=True)
     pinned.copy_(x, non_blocking=True)
-    sim.host_reads(pinned)
+    simdevice.host_reads(pinned)
     assert the_race().startswith("write-read: copy to host on sim:0 stream 0, and unordered with it a read on the host")
     torch.accelerator.synchronize()
-    sim.host_reads(pinned)
-    sim.host_writes(pinned)
+    simdevice.host_reads(pinned)
+    simdevice.host_writes(pinned)
     x.copy_(pinned, non_blocking=True)
-    sim.host_reads(pinned)
-    assert not sim.races()
-    sim.host_writes(pinned)
+    simdevice.host_reads(pinned)
+    assert not simdevice.races()
+    simdevice.host_writes(pinned)
     assert the_race().startswith("read-write: copy to device")

@@ -16,20 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sherd._torch import all_gather_single, reduce_scatter_single, timeout_of
-from tests.device import sim
-from tests.device.collective_programs import ON_GLOO_TOO, ONLY_AS_NCCL, SIZE, Ranks
-from tests.support.comparing import assert_same
-from tests.support.ranks import RanksFailed
+import simdevice
+from simdevice.ranks import RanksFailed
+from simdevice.tests.collective_programs import ON_GLOO_TOO, ONLY_AS_NCCL, SIZE, Ranks, gather_single, scatter_single
+from simdevice.tests.comparing import assert_same
 
 T = TypeVar("T")
 PAUSES = {"pause_us": 1500, "pause_percent": 30}
 
 
 def on_device(program: Callable[[Ranks], Iterable[T]], is_async: bool) -> list[T]:
-    sim.host_waits()
+    simdevice.host_waits()
     found = list(program(Ranks("sim", is_async)))
-    assert not sim.host_waits(), program.__name__
+    assert not simdevice.host_waits(), program.__name__
     return found
 
 
@@ -55,10 +54,10 @@ def test_values_are_those_of_gloo_or_where_it_has_no_such_collective_right(num_r
 def gather_behind_a_busy_stream(is_async: bool) -> tuple[bool, torch.Tensor]:
     out = torch.empty(2 * SIZE, device="sim")
     mine = torch.full((SIZE,), 1.0 + dist.get_rank(), device="sim")
-    sim.sleep(1_000_000)
+    simdevice.sleep(1_000_000)
     slept = torch.accelerator.current_stream().record_event()
     mine.mul_(2)
-    work = all_gather_single(out, mine, async_op=is_async)
+    work = gather_single(out, mine, async_op=is_async)
     if work is not None:
         assert not work.is_completed()
         work.wait()
@@ -77,7 +76,7 @@ def test_host_waits_for_no_collective(sim_world):
 
 def gather_without_wait(how: str) -> torch.Tensor:
     out, mine = torch.empty(2 * SIZE, device="sim"), torch.ones(SIZE, device="sim")
-    work = all_gather_single(out, mine, async_op=True)
+    work = gather_single(out, mine, async_op=True)
     if how == "another stream waits":
         with torch.Stream(device="sim"):
             work.wait()
@@ -124,7 +123,7 @@ def drop_what_is_under_way(waits: bool) -> torch.Tensor:
     total = torch.zeros(2 * SIZE, device="sim")
     for turn in range(4):
         out = torch.empty(2 * SIZE, device="sim")
-        work = all_gather_single(out, torch.full((SIZE,), float(turn), device="sim"), async_op=True)
+        work = gather_single(out, torch.full((SIZE,), float(turn), device="sim"), async_op=True)
         again = [torch.full((SIZE,), -1.0, device="sim") for _ in range(3)]
         if waits:
             work.wait()
@@ -143,10 +142,10 @@ def test_tensors_live_until_somebody_waits(sim_world):
 def barriers() -> dict[str, int]:
     group = dist.new_group(backend="sim:simccl")
     device = dist.get_rank()
-    sim.host_waits()
+    simdevice.host_waits()
     dist.barrier(group, device_ids=[device])
     dist.barrier(group, async_op=True, device_ids=[device]).wait()
-    return sim.host_waits()
+    return simdevice.host_waits()
 
 
 def test_host_waits_for_a_barrier(sim_world):
@@ -162,8 +161,8 @@ def coalesced(is_async: bool, by_device: bool) -> list[torch.Tensor]:
     wholes = [torch.empty(2 * SIZE, device="sim") for _ in mine]
     parts = [torch.empty(SIZE // 2, device="sim") for _ in mine]
     calls: list[Callable[[int], object]] = [
-        lambda i: all_gather_single(wholes[i], mine[i], async_op=is_async),
-        lambda i: reduce_scatter_single(parts[i], mine[i], async_op=is_async),
+        lambda i: gather_single(wholes[i], mine[i], async_op=is_async),
+        lambda i: scatter_single(parts[i], mine[i], async_op=is_async),
         lambda i: dist.all_reduce(mine[i], async_op=is_async),
     ]
     for call in calls:
@@ -243,7 +242,7 @@ def groups_of_all_kinds() -> list[float]:
         pairs = [dist.new_group([0, 1], group_desc="low"), dist.new_group([2, 3])]
         mine = pairs[dist.get_rank() // 2]
         of_sim = dist.new_group(backend="sim:simccl", timeout=timedelta(seconds=7))
-        its_timeout = timeout_of(of_sim, torch.device("sim", dist.get_rank()))  # torch 2.14 gives it the part's below
+        its_timeout = of_sim._get_backend(torch.device("sim")).options._timeout  # torch 2.14 gives it the part's below
         part = dist.split_group(of_sim, [[0, 2], [1, 3]])
     finally:
         dist.group.WORLD.bound_device_id = None

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from tests.device import build, sim
-from tests.device.native import native
+import simdevice
+from simdevice import build
+from simdevice.native import native
 
 SOURCE = "int answer() { return 42; }\n"
 
@@ -23,13 +24,17 @@ def folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_same_sources_are_compiled_once_and_others_replace_them(folders):
+def test_the_same_sources_are_compiled_once_and_libraries_that_nobody_uses_go(folders):
     library = build.build()
     built = library.stat().st_mtime_ns
     assert build.build() == library
     assert library.stat().st_mtime_ns == built
     (folders / "two.cpp").write_text("int other() { return 1; }\n")
     assert build.build() != library
+    assert library.exists(), "another environment may use it"
+    os.utime(library.parent, times=(0, 0))
+    (folders / "three.cpp").write_text("int third() { return 1; }\n")
+    build.build()
     assert not library.exists()
 
 
@@ -37,7 +42,8 @@ def test_why_it_cannot_be_built_is_said_and_nothing_is_left(folders, monkeypatch
     (folders / "one.cpp").write_text("int answer() { return forty_two; }\n")
     with pytest.raises(build.CannotBuild, match=r"one\.cpp: .*error: .*forty_two"):
         build.build()
-    assert [path.name for path in build.CACHE.iterdir() if path.suffix != ".unfinished"] == ["lock"]
+    assert {path.name for path in build.CACHE.iterdir() if path.suffix != ".unfinished"} == {"lock", "objects"}
+    assert not list(build.CACHE.glob("objects/*.o"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.CannotBuild, match="there is no compiler: no-such-compiler is not found"):
         build.build()
@@ -50,7 +56,7 @@ def test_a_forked_process_cannot_use_the_device(device):
         code = 1
         try:
             assert torch.sim._is_in_bad_fork()
-            sim.load()
+            simdevice.load()
         except RuntimeError as error:
             code = 0 if "before this process was forked" in str(error) else 2
         finally:
@@ -66,4 +72,4 @@ def test_there_are_two_devices_unless_the_environment_says_otherwise_and_wrong_s
         torch.ones(1, device="sim:70")
     for wrong in ({"spoil": "yes"}, {"races": "all"}, {"pause_percent": 101}, {"pause_us": -1}):
         with pytest.raises((ValueError, RuntimeError), match=next(iter(wrong))):
-            sim.configure(**wrong)
+            simdevice.configure(**wrong)

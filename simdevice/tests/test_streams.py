@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.device import sim
+import simdevice
 
 # Microseconds that a stream is kept busy: longer than the host takes for a few calls, also on a busy machine.
 LONG = 1_000_000
@@ -14,18 +14,18 @@ LONG = 1_000_000
 
 def test_the_host_does_not_wait_for_what_it_queues(device):
     x = torch.ones(64, 64, device=device)
-    sim.sleep(LONG)
+    simdevice.sleep(LONG)
     y = x @ x
     done = torch.accelerator.current_stream().record_event()
     assert not done.query()
     assert y[0, 0].item() == 64
     assert done.query()
-    assert sim.host_waits() == {"item": 1}
+    assert simdevice.host_waits() == {"item": 1}
 
 
 def test_streams_do_not_wait_for_each_other(device):
     side = torch.Stream(device=device)
-    sim.sleep(LONG)
+    simdevice.sleep(LONG)
     with side:
         ones = torch.ones(4, device=device) + 1
         side.synchronize()
@@ -36,7 +36,7 @@ def test_streams_do_not_wait_for_each_other(device):
 def test_a_stream_waits_for_an_event_and_the_host_does_not(device):
     side = torch.Stream(device=device)
     x = torch.zeros(4, device=device)
-    sim.sleep(LONG)
+    simdevice.sleep(LONG)
     x.fill_(3)
     side.wait_stream(torch.accelerator.current_stream())
     assert not side.query()
@@ -49,7 +49,7 @@ def test_an_event_stands_for_its_last_recording_and_tells_the_time_between_two(d
     assert end.query()
     for _ in range(2):
         start.record()
-        sim.sleep(100_000)
+        simdevice.sleep(100_000)
         end.record()
         assert not end.query()
         end.synchronize()
@@ -75,7 +75,7 @@ def test_urgent_streams_are_others_than_the_usual_ones(device):
 
 @pytest.mark.usefixtures("device")
 def test_devices_have_streams_of_their_own():
-    sim.sleep(LONG)
+    simdevice.sleep(LONG)
     assert torch.full((3,), 2.0, device="sim:1").tolist() == [2, 2, 2]
     assert not torch.sim.current_stream(0).query()
     with torch.sim.device(1):
@@ -102,7 +102,7 @@ def test_what_the_host_can_see_is_raised_at_the_call_and_what_fails_on_a_stream_
 def test_pauses_follow_from_the_seed(device):
     def milliseconds(seed):
         """Returns how long 40 empty tasks took, each."""
-        sim.configure(pause_us=3000, pause_percent=50, seed=seed)
+        simdevice.configure(pause_us=3000, pause_percent=50, seed=seed)
         x = torch.zeros(1, device=device)
         events = [torch.Event(device=device, enable_timing=True) for _ in range(41)]
         for event in events:
@@ -133,4 +133,4 @@ def test_stream_context_and_names_of_torch_cuda(device):
     event.wait(torch.sim.current_stream())
     stream.synchronize()
     torch.sim.synchronize()
-    assert sim.host_waits() == {"Stream.synchronize": 1, "synchronize": 1}
+    assert simdevice.host_waits() == {"Stream.synchronize": 1, "synchronize": 1}

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tests.device import sim
-from tests.support.comparing import assert_same
+import simdevice
+from simdevice.tests.comparing import assert_same
 
 
 def made(*shape, dtype=torch.float32):
@@ -152,10 +152,10 @@ def test_random_numbers_follow_from_the_seed_and_the_order_of_calls(device):
     assert not torch.equal(first[0], second[0])
     assert 0.2 < (first[3] == 0).float().mean().item() < 0.4
     torch.sim.set_rng_state(state)
-    sim.configure(pause_us=500, pause_percent=50, seed=3)
+    simdevice.configure(pause_us=500, pause_percent=50, seed=3)
     for each, other in zip((*first, *second), (*drawn(), *drawn()), strict=True):
         assert torch.equal(each, other)
-    assert sim.host_waits().keys() <= {"equal", "equal, no meta kernel", "item"}
+    assert simdevice.host_waits().keys() <= {"equal", "equal, no meta kernel", "item"}
     first, second = (torch.Generator(device).manual_seed(4) for _ in range(2))
     assert torch.equal(torch.randn(5, device=device, generator=first), torch.randn(5, device=device, generator=second))
     assert torch.Generator("sim:1").device == torch.device("sim", 1)

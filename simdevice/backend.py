@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.device.native import native
+from simdevice.native import native
 
 Device = torch.device | str | int | None
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.device.build import CannotBuild
-from tests.device.native import native
+from simdevice.build import CannotBuild
+from simdevice.native import native
 
 __all__ = [
     "CannotBuild",
@@ -49,7 +49,7 @@ def load() -> torch.device:
             "the simulated device was loaded before this process was forked; load it in each child instead"
         )
     if not _is_registered:
-        from tests.device import backend
+        from simdevice import backend
 
         torch.utils.rename_privateuse1_backend("sim")
         torch._register_device_module("sim", backend)

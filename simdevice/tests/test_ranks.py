@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import sim
+import simdevice
 
 
 def race(times: int) -> torch.Tensor:
@@ -55,4 +55,4 @@ def test_settings_hold_for_one_run_and_ranks_are_kept(sim_world):
     assert sim_world(2).observe(race, 1).races[1]
     assert sim_world(2).run(poisoned).values == [True, True]
     assert sim_world(2, seed=1).run(os.getpid).values == pids
-    assert sim.races(reset=False) == {}
+    assert simdevice.races(reset=False) == {}
