@@ -1,9 +1,11 @@
-"""A simulated accelerator: torch's device "sim". Its streams are asynchronous, its races are named. See README.md."""
+"""A simulated accelerator: torch's device "sim". Its streams are asynchronous, its races are named, and it has a clock.
+
+See README.md."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,38 @@ import torch
 import torch.distributed as dist
 
 from simdevice.build import CannotBuild
+from simdevice.clock import StreamTimes, Task, Times, times_of, write_chrome_trace
+from simdevice.machines import record
 from simdevice.native import native
 
 __all__ = [
     "CannotBuild",
+    "StreamTimes",
+    "Task",
+    "Times",
     "calling_line",
     "configure",
     "holders_at_peak",
     "host_reads",
     "host_waits",
+    "host_works",
     "host_writes",
+    "imagine_ranks",
     "label_allocations",
     "label_tasks",
     "load",
     "on_host_wait",
     "races",
+    "reset_times",
     "sleep",
+    "times",
+    "trace",
+    "write_chrome_trace",
 ]
 
 _is_registered = False
+# Kept: groups that are made later find it below the prefixes of their own, as this object only while it is alive.
+_store_of_imagined: dist.Store | None = None
 
 
 def load() -> torch.device:
@@ -61,11 +76,48 @@ def load() -> torch.device:
 
 def _backend_of_a_group(options: Any, _: object) -> Any:
     ranks, name = list(options.global_ranks_in_group), str(options.group_id)
-    return native().Collectives(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = options.store
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    imagined = isinstance(store, FakeStore)
+    return native().Collectives(
+        options.store, options.group_rank, options.group_size, options.timeout, name, ranks, imagined
+    )
+
+
+def imagine_ranks(num_ranks: int, rank: int = 0) -> None:
+    """Make the default group one of `num_ranks` ranks of which only this process is there, as `rank`.
+
+    Collectives on the device take their time on the clock and move nothing, as those of torch's "fake" backend, which
+    answers for the CPU.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    global _store_of_imagined
+    _store_of_imagined = FakeStore()
+    dist.init_process_group("simccl", rank=rank, world_size=num_ranks, store=_store_of_imagined)
+    group = dist.group.WORLD
+    assert group is not None, "just made"
+    # A group takes one backend of each kind, and torch counts its own fake one as of the kind that simccl is of.
+    fake = FakeProcessGroup._create_internal(rank, num_ranks, FakeProcessGroup.Options())
+    name = group.group_name  # which a backend that has none takes away
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, fake)
+    group._set_group_name(name)
 
 
 def configure(
-    *, pause_us: int = 0, pause_percent: int = 10, seed: int = 0, spoil: str = "handed out", races: str = "collect"
+    *,
+    pause_us: int = 0,
+    pause_percent: int = 10,
+    seed: int = 0,
+    spoil: str = "handed out",
+    races: str = "collect",
+    machine: str | Mapping[str, Any] | None = None,
+    ranks_per_node: int | None = None,
+    compute: bool = True,
 ) -> None:
     """Set how the device behaves from now on; what is not given gets its default.
 
@@ -76,9 +128,37 @@ def configure(
         seed: of the pauses. They follow from it and the order of the host's calls.
         spoil: when memory is filled with NaN: "no", when it is "handed out", or also when it is "freed".
         races: "off"; "collect" them for `races`; "raise" at the host's call that makes one.
+        machine: what the clock goes by: "a100", "h100", "h200", "mi300x", or a record as those of
+            `simdevice.machines`. None stops the clock. The times begin at zero.
+        ranks_per_node: how many ranks share a node; None: as many as the machine has.
+        compute: false: no kernel, copy or collective runs, and memory is reserved but not touched, so a model may be
+            larger than this machine. Values are garbage and `item()` is 0; times, bytes, races and host waits are not.
 
     """
-    native().configure(pause_us, pause_percent, seed, spoil, races)
+    figures = {} if machine is None else record(machine)
+    if figures and ranks_per_node is not None:
+        figures["ranks_per_node"] = ranks_per_node
+    native().configure(pause_us, pause_percent, seed, spoil, races, compute, figures)
+
+
+def times() -> Times:
+    """Returns what streams and the host did on the clock since it was reset, by the machine's record."""
+    return times_of(native().times())
+
+
+def trace() -> list[Task]:
+    """Returns every task since the clock was reset, in the order of the host's calls; see `write_chrome_trace`."""
+    return [Task(*each) for each in native().trace()]
+
+
+def reset_times() -> None:
+    """Set the clock to zero, as `configure` does. Say `torch.accelerator.synchronize()` before."""
+    native().reset_times()
+
+
+def host_works(microseconds: float) -> None:
+    """Say that the host now works for so long at what the clock does not see, as loading a batch."""
+    native().host_works(microseconds)
 
 
 def races(reset: bool = True) -> dict[str, int]:

@@ -16,7 +16,7 @@ void overwrite(const Block& block, int device, const char* what, const char* whe
   const size_t size = block.size;
   const Accesses accesses{{begin, begin + size, true}};
   // 0xFF in every byte: NaN in all floating point types, -1 in integers.
-  enqueue_locked(stream_of(device, block.stream), what, where, accesses, [=] {
+  enqueue_locked(stream_of(device, block.stream), what, where, accesses, Cost{}, [=] {
     if (spoils) std::memset(begin, 0xFF, size);
   });
 }
@@ -43,7 +43,7 @@ class Allocator final : public c10::DeviceAllocator {
     auto* target = static_cast<char*>(to);
     auto* source = const_cast<char*>(static_cast<const char*>(from));
     enqueue(current_stream(), "copy_data", {{source, source + size, false}, {target, target + size, true}},
-            [=] { std::memcpy(target, source, size); });
+            copy_on_device(2.0 * size), [=] { std::memcpy(target, source, size); });
   }
 
   bool initialized() override { return true; }

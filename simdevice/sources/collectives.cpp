@@ -62,11 +62,14 @@ class CollectiveWork : public c10d::Work {
 
 }  // namespace
 
-Collectives::Collectives(c10::intrusive_ptr<c10d::Store> store, int rank, int size, OptionsPtr options)
+Collectives::Collectives(c10::intrusive_ptr<c10d::Store> store, int rank, int size, OptionsPtr options, bool imagined)
     : Backend(rank, size),
       options_(options),
-      exchange_(std::make_shared<Exchange>(std::move(store), rank, size, options)),
-      shelf_(std::make_shared<Shelf>()) {}
+      exchange_(imagined ? nullptr : std::make_shared<Exchange>(std::move(store), rank, size, options)),
+      shelf_(std::make_shared<Shelf>()) {
+  HostLock lock(host_mutex());
+  communicator_ = new_communicator();
+}
 
 c10::intrusive_ptr<c10d::Backend> Collectives::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& given) {
@@ -76,7 +79,7 @@ c10::intrusive_ptr<c10d::Backend> Collectives::split(
   if (given) options->group_name = given->group_name;
   auto& global = options_->global_ranks_in_group;
   for (auto rank : ranks) options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
-  return c10::make_intrusive<Collectives>(store, int(place - ranks.begin()), int(ranks.size()), options);
+  return c10::make_intrusive<Collectives>(store, int(place - ranks.begin()), int(ranks.size()), options, !exchange_);
 }
 
 c10::Stream Collectives::own_stream(int device, int peer) {
@@ -91,7 +94,7 @@ WorkPtr Collectives::launch(Call call, bool is_async) {
   auto here = current_stream(device);
   auto stream = is_async ? own_stream(device, is_coalescing_ ? -1 : std::max(call.to, call.from)) : here;
   if (is_async) stream_wait(stream, record(here));
-  exchange_->number(call);
+  if (exchange_) exchange_->number(call);
   num_calls_++;
   std::vector<Call> calls;
   calls.push_back(std::move(call));
@@ -113,9 +116,31 @@ WorkPtr Collectives::queue(std::vector<Call> calls, int device, c10::Stream stre
   }
   auto name = calls[0].name;
   auto shared = std::make_shared<const std::vector<Call>>(std::move(calls));
-  enqueue(stream, name, accesses, [exchange = exchange_, shared] { exchange->carry_out(*shared); });
+  enqueue(stream, name, accesses, cost_of(*shared), [exchange = exchange_, shared] {
+    if (exchange) exchange->carry_out(*shared);
+  });
   if (!is_async) return nullptr;
   return c10::make_intrusive<CollectiveWork>(device, stream, std::move(held), std::move(results), shelf_);
+}
+
+Cost Collectives::cost_of(const std::vector<Call>& calls) const {
+  double read = 0, written = 0;
+  for (auto& call : calls) {
+    for (auto& access : call.accesses) (access.write ? written : read) += double(access.end - access.begin);
+  }
+  // The ranks that share a node with this one, or of a message, whether both do.
+  auto node = [&](int rank) {
+    auto& global = options_->global_ranks_in_group;
+    return int(global.empty() ? rank : global.at(rank)) / std::max(1, machine().ranks_per_node);
+  };
+  int peer = std::max(calls[0].to, calls[0].from), size = peer < 0 ? size_ : 2, per_node = 0;
+  if (peer >= 0) {
+    per_node = node(peer) == node(rank_) ? 2 : 1;
+  } else {
+    for (int rank = 0; rank < size_; rank++) per_node += node(rank) == node(rank_);
+  }
+  // A communicator runs one collective at a time; messages have one for each pair of ranks, as their streams.
+  return collective_cost(calls[0].name, std::max(read, written), size, per_node, peer < 0 ? communicator_ : -1);
 }
 
 void Collectives::startCoalescing() {
@@ -152,11 +177,11 @@ void bind_collectives(pybind11::module& module) {
       });
   py::class_<Collectives, c10::intrusive_ptr<Collectives>, c10d::Backend>(module, "Collectives")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
-                       const std::string& name, const std::vector<uint64_t>& global_ranks) {
+                       const std::string& name, const std::vector<uint64_t>& global_ranks, bool imagined) {
         auto options = c10::make_intrusive<CollectiveOptions>(timeout);
         options->group_name = name;
         options->global_ranks_in_group = global_ranks;
-        return c10::make_intrusive<Collectives>(std::move(store), rank, size, std::move(options));
+        return c10::make_intrusive<Collectives>(std::move(store), rank, size, std::move(options), imagined);
       }))
       .def_property_readonly("options", &Collectives::options)
       // What a rank calls that is in no part of a split: NCCL needs all ranks there, we do not.

@@ -79,7 +79,8 @@ struct Shelf {
 
 class Collectives : public c10d::Backend {
  public:
-  Collectives(c10::intrusive_ptr<c10d::Store> store, int rank, int size, OptionsPtr options);
+  /// Of ranks that are imagined only this one is there: nothing is sent or received, and results are what they were.
+  Collectives(c10::intrusive_ptr<c10d::Store> store, int rank, int size, OptionsPtr options, bool imagined = false);
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -87,7 +88,9 @@ class Collectives : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
-  void abort() override { exchange_->abort(); }
+  void abort() override {
+    if (exchange_) exchange_->abort();
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return num_calls_; }
   void eagerConnectSingleDevice(at::Device) override {}
@@ -121,14 +124,16 @@ class Collectives : public c10d::Backend {
   WorkPtr launch(Call call, bool is_async);
   WorkPtr queue(std::vector<Call> calls, int device, c10::Stream stream, bool is_async);
   c10::Stream own_stream(int device, int peer = -1);
+  Cost cost_of(const std::vector<Call>& calls) const;
 
   OptionsPtr options_;
-  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Exchange> exchange_;  // null: the other ranks are imagined
   std::shared_ptr<Shelf> shelf_;
   std::map<std::pair<int, int>, c10::Stream> streams_;  // by device, and peer or -1
   std::vector<Call> coalesced_;
   bool is_coalescing_ = false, coalesces_async_ = false;
   uint64_t num_calls_ = 0;
+  int communicator_;
 };
 
 }  // namespace sim

@@ -4,18 +4,22 @@
 #include <torch/library.h>
 
 #include "pinned.h"
+#include "settings.h"
 #include "tensors.h"
 
 namespace sim {
 
 namespace {
 
+constexpr size_t SMALL = 1 << 16;
+
 void copy_on_devices(const at::Tensor& from, const at::Tensor& to, const Accesses& accesses) {
   const auto source = stream_for(from), target = stream_for(to);
   const bool is_same_device = source.device() == target.device();
   // Between devices the source's stream copies, once the target's has come so far; and the target's goes on behind it.
   if (!is_same_device) stream_wait(source, record(target));
-  enqueue(source, "copy", accesses, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
+  const Cost cost = is_same_device ? copy_on_device(2.0 * to.nbytes()) : collective_cost("send", to.nbytes(), 2, 2, -1);
+  enqueue(source, "copy", accesses, cost, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
   if (!is_same_device) stream_wait(target, record(source));
 }
 
@@ -32,21 +36,23 @@ void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_block
     accesses.push_back(bytes_of(from, false));
     note_pinned_use(from.const_data_ptr(), stream);
     source = on_host(from);
-  } else {
+  } else if (settings().computes) {
     source = from.clone();  // pageable memory is staged: the host may write it once we return
   }
-  enqueue(stream, "copy to device", accesses, [x = source, y = on_host(to)] { y.copy_(x); });
+  enqueue(stream, "copy to device", accesses, copy_by_link(to.nbytes()), [x = source, y = on_host(to)] { y.copy_(x); });
   if (!non_blocking) synchronize_stream(stream, "copy to device, blocking");
 }
 
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking, Accesses accesses) {
+  // The host may look at small ones, and finds zeros where nothing is computed.
+  if (!settings().computes && to.nbytes() <= SMALL) to.zero_();
   const auto stream = stream_for(from);
   const bool direct = is_direct(to, from);
   if (direct) {
     accesses.push_back(bytes_of(to, true));
     note_pinned_use(to.const_data_ptr(), stream);
   }
-  enqueue(stream, "copy to host", accesses, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
+  enqueue(stream, "copy to host", accesses, copy_by_link(to.nbytes()), [x = on_host(from), y = on_host(to)] { y.copy_(x); });
   if (!non_blocking) return synchronize_stream(stream, "copy to host, blocking");
   if (!direct) synchronize_stream(stream, "copy to host, not to pinned memory as it lies on the device");
 }
@@ -73,12 +79,19 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, /*non_blocking=*/false);
 }
 
+/// The zero of a dtype: what the host reads where nothing is computed.
+at::Scalar nothing_of(at::ScalarType dtype) {
+  if (at::isComplexType(dtype)) return c10::complex<double>(0);
+  if (dtype == at::kBool) return false;
+  return at::isFloatingType(dtype) ? at::Scalar(0.0) : at::Scalar(0);
+}
+
 at::Scalar item(const at::Tensor& tensor) {
   const auto stream = stream_for(tensor);
   Accesses accesses;
   access_of(tensor, false, accesses);
-  const auto value = std::make_shared<at::Scalar>();
-  enqueue(stream, "item", accesses, [value, x = on_host(tensor)] { *value = x.item(); });
+  const auto value = std::make_shared<at::Scalar>(nothing_of(tensor.scalar_type()));
+  enqueue(stream, "item", accesses, copy_by_link(tensor.itemsize()), [value, x = on_host(tensor)] { *value = x.item(); });
   synchronize_stream(stream, "item");
   return *value;
 }

@@ -8,7 +8,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "costs.h"
 #include "generator.h"
+#include "settings.h"
 #include "shapes.h"
 #include "tensors.h"
 
@@ -51,6 +53,8 @@ class Call {
     const c10::DeviceGuard guard(device_);
     const auto shapes = infer_results(op_, signature_, arguments_);
     if (!shapes) return run_waiting();
+    note_accesses();
+    if (!settings().computes) return note_only(*shapes);
     prepare_kernel();
     const std::vector<Out> outs = prepare_outs();
     std::vector<Tensors> targets;  // for each new result, its tensors as the worker sees them
@@ -70,11 +74,33 @@ class Call {
       store(outs);
       store(*call, signature, targets);
     };
-    enqueue(current_stream(device_.index()), signature_.name, accesses_, std::move(work));
+    enqueue(current_stream(device_.index()), signature_.name, accesses_, cost_of(signature_, arguments_, accesses_),
+            std::move(work));
     push_results(fresh);
   }
 
  private:
+  /// What `run` does where nothing is computed: allocates the results, and notes the task.
+  void note_only(const Values& shapes) {
+    Values fresh;
+    for (const c10::IValue& shape : shapes) {
+      fresh.push_back(mapped(shape, device_, [&](const at::Tensor& meta) {
+        if (!meta.defined()) return meta;
+        at::Tensor made = new_like(meta, device_);
+        access_of(made, true, accesses_);
+        return made;
+      }));
+    }
+    const Cost cost = cost_of(signature_, arguments_, accesses_);
+    enqueue(current_stream(device_.index()), signature_.name, accesses_, cost, {});
+    // The generators go on as if it had drawn.
+    for (const size_t i : signature_.generators) {
+      const auto& given = arguments_[i];
+      generator_for_operator(given.isNone() ? default_generator(device_.index()) : given.toGenerator());
+    }
+    push_results(fresh);
+  }
+
   int find_device() const {
     std::optional<int> found;
     for (const auto& argument : arguments_) {
@@ -86,10 +112,15 @@ class Call {
     return found.value_or(current_device());
   }
 
-  void prepare_kernel() {
+  void note_accesses() {
     for (size_t i = 0; i < arguments_.size(); i++) {
       const bool writes = signature_.writes[i];
       for_each_tensor(arguments_[i], [&](const at::Tensor& tensor) { access_of(tensor, writes, accesses_); });
+    }
+  }
+
+  void prepare_kernel() {
+    for (size_t i = 0; i < arguments_.size(); i++) {
       kernel_call_->push_back(mapped(arguments_[i], at::kCPU, as_kernel_argument));
     }
     for (const size_t i : signature_.generators) {
@@ -134,6 +165,7 @@ class Call {
 
   /// Computes first and allocates then: the host waits, as it does on a GPU for shapes that follow from values.
   void run_waiting() {
+    note_accesses();
     prepare_kernel();
     std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // the tensor of the device, and what the kernel fills
     for (const size_t i : signature_.outs) {
@@ -143,13 +175,19 @@ class Call {
     }
     const auto error = std::make_shared<std::exception_ptr>();
     const auto stream = current_stream(device_.index());
-    enqueue(stream, signature_.name, accesses_, [call = kernel_call_, op = op_, error] {
+    const Cost cost = cost_of(signature_, arguments_, accesses_);
+    if (!settings().computes) {
+      enqueue(stream, signature_.name, accesses_, cost, {});
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), kernel_call_.get());
+    } else {
+      enqueue(stream, signature_.name, accesses_, cost, [call = kernel_call_, op = op_, error] {
       try {
         op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), call.get());
       } catch (...) {
         *error = std::current_exception();  // raised below, as it is: the host is there to take it
       }
     });
+    }
     synchronize_stream(stream, signature_.name + std::string(signature_.has_meta_kernel ? "" : ", no meta kernel"));
     if (*error) std::rethrow_exception(*error);
     for (auto& [out, filled] : outs) {

@@ -72,6 +72,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(first && second, "sim: elapsed_time of an event that was never recorded");
     const auto &start = *static_cast<EventPtr*>(first), &end = *static_cast<EventPtr*>(second);
     TORCH_CHECK(start->is_done() && end->is_done(), "sim: elapsed_time of an event that is not done");
+    if (clock_runs()) return (end->moment().at - start->moment().at) / 1000;
     return end->milliseconds() - start->milliseconds();
   }
 
@@ -116,7 +117,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     if (const size_t kept = std::min(size, impl->nbytes())) {
       auto *from = static_cast<char*>(impl->mutable_data()), *to = static_cast<char*>(fresh.get());
       enqueue(current_stream(), "resize", {{from, from + kept, false}, {to, to + kept, true}},
-              [=] { std::memcpy(to, from, kept); });
+              copy_on_device(2.0 * kept), [=] { std::memcpy(to, from, kept); });
     }
     impl->set_data_ptr_noswap(std::move(fresh));
     impl->set_nbytes(size);

@@ -21,7 +21,7 @@ class Held {
   void release_passed(const Bounds& bounds, const Release& release) {
     for (auto it = all_.begin(); it != all_.end();) {
       const auto& uses = it->last_uses;
-      if (!std::all_of(uses.begin(), uses.end(), [](const EventPtr& event) { return event->is_done(); })) {
+      if (!std::all_of(uses.begin(), uses.end(), [](const EventPtr& event) { return has_passed(*event); })) {
         ++it;
         continue;
       }

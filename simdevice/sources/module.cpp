@@ -49,17 +49,20 @@ const std::map<std::string, Spoil> SPOILS{
 const std::map<std::string, Races> RACES{{"off", Races::off}, {"collect", Races::collect}, {"raise", Races::raise}};
 
 void configure_from_python(int64_t pause_us, int pause_percent, uint64_t seed, const std::string& spoil,
-                           const std::string& races) {
-  const Settings wanted{pause_us, pause_percent, seed, named("spoil", spoil, SPOILS), named("races", races, RACES)};
+                           const std::string& races, bool computes, const std::map<std::string, double>& machine) {
+  const Settings wanted{pause_us, pause_percent, seed, named("spoil", spoil, SPOILS), named("races", races, RACES),
+                        computes};
   HostLock lock(host_mutex());
   const bool was_off = settings().races == Races::off;
   configure(wanted);
+  start_clock(machine);
+  count_calls(clock_runs() && sim::machine().python > 0);
   restart_pauses();
   if (was_off) race_detector().clear();  // it has missed what was done meanwhile
 }
 
 void sleep(int64_t microseconds) {
-  enqueue(current_stream(), "sleep", {}, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
+  enqueue(current_stream(), "sleep", {}, Cost{Engine::compute, double(microseconds)}, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
 void access_by_host(const at::Tensor& tensor, bool write) {
@@ -70,6 +73,40 @@ void access_by_host(const at::Tensor& tensor, bool write) {
 std::map<std::string, int64_t> holders_at_peak(int device) {
   HostLock lock(host_mutex());
   return memory_of(device).holders_at_peak();
+}
+
+const char* name_of(Engine engine) {
+  switch (engine) {
+    case Engine::compute: return "compute";
+    case Engine::copy: return "copy";
+    case Engine::communication: return "communication";
+    default: return "";
+  }
+}
+
+/// By stream: computing, copying, communicating, exposed, end.
+std::map<std::string, std::vector<double>> times_from_python() {
+  HostLock lock(host_mutex());
+  const double host = host_time();
+  std::map<std::string, std::vector<double>> times;
+  for (int device = 0; device < num_devices(); device++) {
+    for (const auto& [id, line] : timelines(device)) {
+      if (line.end <= 0) continue;
+      times["sim:" + std::to_string(device) + " stream " + std::to_string(id)] = {
+          line.computing, line.copying, line.communicating, line.exposed, line.end};
+    }
+  }
+  times["host"] = {host};
+  return times;
+}
+
+std::vector<std::tuple<std::string, std::string, std::string, double, double>> trace_from_python() {
+  HostLock lock(host_mutex());
+  std::vector<std::tuple<std::string, std::string, std::string, double, double>> found;
+  for (const Span& each : spans()) {
+    found.emplace_back(name_of_lane(each.lane), each.what, name_of(each.engine), each.start, each.end);
+  }
+  return found;
 }
 
 }  // namespace
@@ -94,6 +131,16 @@ PYBIND11_MODULE(sim_native, module) {
   module.def("holders_at_peak", &holders_at_peak);
   module.def("host_access", &access_by_host);
   module.def("sleep", &sleep);
+  module.def("times", &times_from_python);
+  module.def("trace", &trace_from_python);
+  module.def("reset_times", [] {
+    HostLock lock(host_mutex());
+    reset_clock();
+  });
+  module.def("host_works", [](double us) {
+    HostLock lock(host_mutex());
+    host_works(us);
+  });
   module.def("stop_workers", &stop_workers);
   module.def("is_forked", &is_forked);
   bind_collectives(module);

@@ -1,5 +1,9 @@
 #include "python_hooks.h"
 
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+
 #include "streams.h"
 
 namespace sim {
@@ -23,6 +27,26 @@ Hook<std::string()>& allocation_label_hook() {
 const char* label_from(Hook<std::string()>& hook) {
   const auto function = hook.get();
   return function ? interned((*function)()) : "";
+}
+
+static std::atomic<bool> counting{false};
+
+static int count_call(PyObject*, PyFrameObject*, int what, PyObject*) {
+  if (what == PyTrace_CALL || what == PyTrace_C_CALL) count_python_call();
+  return 0;
+}
+
+void count_calls(bool counts) {
+  counting = counts;
+  count_calls_of_this_thread();
+}
+
+void count_calls_of_this_thread() {
+  thread_local bool counts = false;
+  if (counts == counting || !Py_IsInitialized()) return;
+  counts = counting;
+  pybind11::gil_scoped_acquire gil;
+  PyEval_SetProfile(counts ? &count_call : nullptr, nullptr);
 }
 
 }  // namespace sim

@@ -53,4 +53,8 @@ Hook<std::string()>& allocation_label_hook();
 /// The interned text of a label hook, or "" if none is set.
 const char* label_from(Hook<std::string()>& hook);
 
+/// Whether calls of Python functions are counted, for the host's time; each thread that queues work counts its own.
+void count_calls(bool counts);
+void count_calls_of_this_thread();
+
 }  // namespace sim

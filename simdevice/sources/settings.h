@@ -15,6 +15,7 @@ struct Settings {
   uint64_t seed = 0;       // of the pauses, and of which streams are slow
   Spoil spoil = Spoil::handed_out;
   Races races = Races::collect;
+  bool computes = true;  // whether tasks run, or are only noted
 };
 
 const Settings& settings();

@@ -20,6 +20,9 @@ namespace sim {
 
 namespace {
 
+// Of a host that looks whether something is done: else one that looks until it is would never see it.
+constexpr double POLL_US = 1;
+
 double now_in_milliseconds() {
   const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double, std::milli>(since_start).count();
@@ -78,6 +81,7 @@ class Queue {
   const int64_t id;
   const int lane;
   Clock clock;  // what has happened before the next task; guarded by the host's lock
+  Timeline line;  // likewise
 
  private:
   void run() {
@@ -202,8 +206,12 @@ EventPtr record(c10::Stream stream) {
   HostLock lock(host().mutex);
   Queue& queue = queue_of(stream);
   advance(queue);
-  auto event = std::make_shared<Event>(queue.clock);
-  queue.put({[event] { event->set(); }});
+  auto event = std::make_shared<Event>(queue.clock, moment_of(queue.line));
+  if (settings().computes) {
+    queue.put({[event] { event->set(); }});
+  } else {
+    event->set();
+  }
   return event;
 }
 
@@ -217,7 +225,8 @@ void stream_wait(c10::Stream stream, const EventPtr& event) {
   HostLock lock(host().mutex);
   Queue& queue = queue_of(stream);
   merge(queue.clock, event->clock());
-  queue.put({[event] { event->wait(); }});
+  wait_for(queue.line, event->moment());
+  if (settings().computes) queue.put({[event] { event->wait(); }});
 }
 
 // Current device and streams
@@ -255,28 +264,34 @@ c10::Stream new_stream(int device, int priority) {
 
 // Tasks
 
-void enqueue(c10::Stream stream, std::string_view what, const Accesses& accesses, Work work) {
+void enqueue(c10::Stream stream, std::string_view what, const Accesses& accesses, const Cost& cost, Work work) {
   raise_failure();
+  count_calls_of_this_thread();
   const char* where = label_from(task_label_hook());
   HostLock lock(host().mutex);
-  enqueue_locked(stream, interned(what), where, accesses, std::move(work));
+  enqueue_locked(stream, interned(what), where, accesses, cost, std::move(work));
 }
 
-void enqueue_locked(c10::Stream stream, const char* what, const char* where, const Accesses& accesses, Work work) {
+void enqueue_locked(c10::Stream stream, const char* what, const char* where, const Accesses& accesses, const Cost& cost,
+                    Work work) {
   Queue& queue = queue_of(stream);
   advance(queue);
   if (settings().races != Races::off) {
     const Use use{queue.lane, queue.clock[queue.lane], what, where};
     for (const Access& access : accesses) note_races(host().detector.note(access, use, queue.clock));
   }
-  queue.put({std::move(work), what, queue.draw_pause()});
+  place(queue.line, queue.lane, what, cost);
+  if (settings().computes) queue.put({std::move(work), what, queue.draw_pause()});
 }
 
 // The host waits
 
+bool has_passed(Event& event) { return has_come(event.moment()) && event.is_done(); }
+
 bool query(const EventPtr& event) {
-  if (!event->is_done()) return false;
   HostLock lock(host().mutex);
+  if (has_queued) host_works(POLL_US);
+  if (!has_passed(*event)) return false;
   merge(has_queued ? host().clock : seen_by_thread, event->clock());
   return true;
 }
@@ -284,7 +299,8 @@ bool query(const EventPtr& event) {
 bool query(c10::Stream stream) {
   HostLock lock(host().mutex);
   Queue& queue = queue_of(stream);
-  if (!queue.is_idle()) return false;
+  if (has_queued) host_works(POLL_US);
+  if (!has_come(Moment{queue.line.end, false, queue.line.awaited.epoch}) || !queue.is_idle()) return false;
   merge(host().clock, queue.clock);
   return true;
 }
@@ -296,6 +312,7 @@ void host_wait(const EventPtr& event) {
   }
   HostLock lock(host().mutex);
   merge(host().clock, event->clock());
+  host_reaches(event->moment());
 }
 
 void count_host_wait(const std::string& cause) {
@@ -370,6 +387,15 @@ std::map<std::string, int64_t> take_host_waits(bool reset) {
   auto waits = host().waits;
   if (reset) host().waits.clear();
   return waits;
+}
+
+std::map<int64_t, Timeline> timelines(int device) {
+  std::map<int64_t, Timeline> lines;
+  for (const auto& [id, queue] : host().queues.at(device)) {
+    refresh(queue->line);
+    lines[id] = queue->line;
+  }
+  return lines;
 }
 
 void restart_pauses() {

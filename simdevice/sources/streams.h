@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "clock.h"
 #include "clocks.h"
 
 namespace sim {
@@ -24,13 +25,14 @@ using Work = std::function<void()>;
 /// One recording of an event: done once the stream has come to it.
 class Event {
  public:
-  explicit Event(Clock clock) : clock_(std::move(clock)) {}
+  Event(Clock clock, Moment moment) : clock_(std::move(clock)), moment_(moment) {}
 
   void set();
   void wait();
   bool is_done();
   double milliseconds();               // when it was done
   const Clock& clock() const { return clock_; }  // what has happened before it
+  const Moment& moment() const { return moment_; }  // when it comes on the simulated clock
 
  private:
   std::mutex mutex_;
@@ -38,6 +40,7 @@ class Event {
   bool done_ = false;
   double milliseconds_ = 0;
   const Clock clock_;
+  const Moment moment_;
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -51,15 +54,20 @@ c10::Stream new_stream(int device = -1, int priority = 0);  // from pools of 32,
 
 /// Queues `work`, which reads and writes `accesses`. The host does not wait. `work` must hold no tensor that Python has
 /// seen: a Python object that dies on a worker would want the GIL. Take `on_host(tensor)` instead.
-void enqueue(c10::Stream stream, std::string_view what, const Accesses& accesses, Work work);
+/// `cost` is what it takes on the simulated clock. A task that does not compute is only noted: `sim.configure`.
+void enqueue(c10::Stream stream, std::string_view what, const Accesses& accesses, const Cost& cost, Work work);
 
 /// As `enqueue`, for callers that hold the host's lock; `where` is the text for reports, interned.
-void enqueue_locked(c10::Stream stream, const char* what, const char* where, const Accesses& accesses, Work work);
+void enqueue_locked(c10::Stream stream, const char* what, const char* where, const Accesses& accesses, const Cost& cost,
+                    Work work);
 
 EventPtr record(c10::Stream stream);
 void stream_wait(c10::Stream stream, const EventPtr& event);
 
-/// Whether the event is done. If so, what the host queues from now on is ordered behind it.
+/// Whether the event is done, and has come on the simulated clock. Callers hold the host's lock.
+bool has_passed(Event& event);
+
+/// Whether the event has passed. If so, what the host queues from now on is ordered behind it.
 bool query(const EventPtr& event);
 
 /// Whether all that was queued on the stream has run.
@@ -94,6 +102,9 @@ bool is_forked();
 
 /// Begins the sequences of pauses anew, from the seed. Callers hold the host's lock.
 void restart_pauses();
+
+/// The times of the device's streams, by id. Callers hold the host's lock.
+std::map<int64_t, Timeline> timelines(int device);
 
 RaceDetector& race_detector();
 std::map<std::string, int64_t> take_races(bool reset);
