@@ -19,7 +19,7 @@ help:
 	@echo "make test-interop   sherd under other packages (Ray, Lightning, TRL, W&B, S3 and more) and the recipes"
 	@echo "make test-all       every case, also campaigns, kills and what waits"
 	@echo "make test-thorough  more random cases and all combinations of parameters, with coverage"
-	@echo "make test-device    the device code on a simulated accelerator, tests/device and tests/gpu: every setting once;"
+	@echo "make test-device    the simulated accelerator's own tests, and tests/device and tests/gpu on it: every setting once;"
 	@echo "                    ARGS=--suite=all for every case"
 	@echo "make conformance    PyTorch's own public tests of FSDP, on sherd; ARGS='--tests RE' picks some"
 	@echo "make train          train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
@@ -57,10 +57,10 @@ test-thorough: $(INTEROP)/.all $(BROWSER)
 	$(ALL) coverage combine --quiet
 	$(ALL) coverage report --skip-covered --format=total
 
-# On the simulated accelerator (tests/device/README.md), which is compiled if there is a compiler. In a pytest of its own:
+# On the simulated accelerator (simdevice/README.md), which is compiled if there is a compiler. In a pytest of its own:
 # once loaded, it is the accelerator of the whole process.
 test-device: $(VENV)/.test
-	$(PYTEST) $(SPLIT) --device=sim tests/device tests/gpu $(ARGS)
+	$(PYTEST) $(SPLIT) --device=sim simdevice/tests tests/device tests/gpu $(ARGS)
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance $(ARGS)
@@ -98,7 +98,7 @@ release: $(RELEASE)/.release $(DOCS)/.docs
 	$(RELEASE)/bin/python .ci/release.py
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(BARE) $(DOCS) $(RELEASE) .browser .conformance .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) $(BARE) $(DOCS) $(RELEASE) .browser .conformance simdevice/.build simdevice/build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing. torch comes by pip, which its user may have told
@@ -108,6 +108,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 UV = $(@D)/bin/python -m uv pip install -q --python $(@D) -c constraints.txt
 $(VENV)/.test: EXTRAS := train,tools,hf,test
+$(VENV)/.test: DEVICE := -e ./simdevice
 $(VENV)/.train: EXTRAS := train
 $(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
 $(INTEROP)/.interop: EXTRAS := train,tools,hf,test,test-interop
@@ -115,10 +116,10 @@ $(INTEROP)/.all: EXTRAS := train,tools,hf,test,test-interop,lm-eval
 # Alone: it asks for a `datasets` older than that of transformers, which its tests have no use for. The extra
 # `test-interop` has what they import.
 $(INTEROP)/.interop $(INTEROP)/.all: TITAN := 'torchtitan; python_version >= "3.11"'
-$(VENV)/.test $(VENV)/.train $(VENV)/.lint $(INTEROP)/.interop $(INTEROP)/.all: pyproject.toml constraints.txt
+$(VENV)/.test $(VENV)/.train $(VENV)/.lint $(INTEROP)/.interop $(INTEROP)/.all: pyproject.toml constraints.txt simdevice/pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(PIP) torch uv
-	$(UV) -e '.[$(EXTRAS)]' || $(PIP) -e '.[$(EXTRAS)]'
+	$(UV) -e '.[$(EXTRAS)]' $(DEVICE) || $(PIP) -e '.[$(EXTRAS)]' $(DEVICE)
 	$(if $(TITAN),$(UV) --no-deps $(TITAN) || $(PIP) --no-deps $(TITAN))
 	@$(@D)/bin/python -c 'import torch._dynamo, sherd'
 	@$(@D)/bin/python -c 'import matplotlib.pyplot' 2>/dev/null || true  # which finds fonts the first time

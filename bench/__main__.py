@@ -35,6 +35,7 @@ from .device.cases import CASES, STACKS
 from .device.figure import measure as measure_on_device
 from .device.lines import circumstances as circumstances_of_devices
 from .device.lines import device_name
+from .device.simulated import measure as measure_simulated
 from .ranks import Conditions, Place, backend_of, load_device
 from .systems import LEGEND
 from .table import Figure, Row, render
@@ -56,11 +57,12 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "weights_out": weights_out.measure,
     "mesh": mesh.measure,
     "device": measure_on_device,
+    "simulated": measure_simulated,
 }
 ON_DEVICES = ("device",)
 """What is measured on an accelerator unless figures are named. On the CPU it is a dry run, for whoever names it."""
-ASKED_FOR = ("mesh", "muon")
-"""Not measured unless named: other ranks, or another question."""
+ASKED_FOR = ("mesh", "muon", "simulated")
+"""Not measured unless named: other ranks, or another question. `--device sim` alone asks for the last one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,6 +145,8 @@ def checked(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> argp
     for file in (chosen.json, chosen.lines):
         if file is not None and not file.parent.is_dir():
             parser.error(f"{file}: there is no folder {file.parent}; make it first")
+    if chosen.device == "sim" and not chosen.load:
+        chosen.load, chosen.only = "simdevice:load", chosen.only or ["simulated"]
     load_device(chosen.load)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if chosen.device == "auto":

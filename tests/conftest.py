@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         choices=("sim", "cuda"),
-        help="the accelerator for tests/gpu: the simulated one of tests/device, or CUDA; default: CUDA if there is one",
+        help="the accelerator for tests/gpu: the simulated one (simdevice), or CUDA; default: CUDA if there is one",
     )
     parser.addoption(
         "--suite",

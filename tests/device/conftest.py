@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.device import sim
+import simdevice
 from tests.device.ranks import sim_world as sim_world
 
 
@@ -17,30 +17,30 @@ def loaded(pytestconfig: pytest.Config) -> torch.device:
     if pytestconfig.getoption("--device") != "sim":
         pytest.skip("these tests are for --device=sim")
     try:
-        return sim.load()
-    except sim.CannotBuild as reason:
+        return simdevice.load()
+    except simdevice.CannotBuild as reason:
         pytest.skip(f"the simulated device cannot be built: {reason}")
 
 
 @pytest.fixture(autouse=True)
 def device(loaded: torch.device) -> Iterator[torch.device]:
-    """The device "sim:0". A race that a test does not ask for by `sim.races()` fails it."""
+    """The device "sim:0". A race that a test does not ask for by `simdevice.races()` fails it."""
     forget()
     yield loaded
-    for hook in (sim.on_host_wait, sim.label_tasks, sim.label_allocations):
+    for hook in (simdevice.on_host_wait, simdevice.label_tasks, simdevice.label_allocations):
         hook(None)
     torch.accelerator.synchronize()
-    unexpected = sim.races()
+    unexpected = simdevice.races()
     forget()
     assert not unexpected
 
 
 def forget() -> None:
     gc.collect()  # a test that raised on purpose may have left tensors in a cycle
-    sim.configure()
+    simdevice.configure()
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
     torch.accelerator.empty_cache()
     torch.manual_seed(0)
-    sim.races()
-    sim.host_waits()
+    simdevice.races()
+    simdevice.host_waits()

@@ -21,7 +21,7 @@ def bench(folder: Path, *options: str) -> tuple[Path, Path]:
     """Run the command on a tiny stack; returns the lines and the page that it wrote."""
     lines, target = folder / "lines", folder / "page.md"
     target.write_text(f"{page.BEGIN}\n{page.END}\n")
-    command = [sys.executable, "-m", "bench", "--import", "tests.device.sim:load", "--device", "sim", "--quick"]
+    command = [sys.executable, "-m", "bench", "--import", "simdevice:load", "--device", "sim", "--quick"]
     command += ["--stack", "tiny", "--rounds", "2", "--minutes", "3", "--lines", str(lines), "--write", str(target)]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*command, *options], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=300)

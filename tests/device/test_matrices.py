@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import sherd
+import simdevice
 from sherd.errors import SherdError
-from tests.device import sim
 from tests.support.comparing import whole_params
 from tests.support.refusals import NOTHING, one_line
 
@@ -34,9 +34,9 @@ def train(front: str) -> tuple[list[torch.Tensor], dict[str, int]]:
     for step in range(4):
         backward(model)
         if step == 2:
-            sim.host_waits()
+            simdevice.host_waits()
         optimizer.step()
-    waits = sim.host_waits()
+    waits = simdevice.host_waits()
     return [each.cpu() for each in whole_params(model).values()], waits
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import sherd
-from tests.device import sim
+import simdevice
 from tests.gpu.setting_model import batch
 from tests.gpu.setting_runs import mesh_of, sharded
 from tests.gpu.settings import Setting
@@ -99,7 +99,7 @@ def written_and_then(move: str, setting: Setting) -> None:
     model, act = sharded(setting, mesh_of(setting.mesh)), summon if setting.is_wrapped else MOVES[move]
     act(model)
     for _ in range(2):
-        sim.sleep(2000)
+        simdevice.sleep(2000)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)

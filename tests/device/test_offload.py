@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import sherd
+import simdevice
 from sherd.errors import UnsupportedError
-from tests.device import sim
 from tests.device.small import WIDTH, built, loss_of, sharded, step
 from tests.support.ranks import RanksFailed
 
@@ -147,10 +147,10 @@ def copies_of_a_step() -> list[str]:
     seen: list[str] = []
     model[0].register_full_backward_hook(lambda *_: seen.append("backward of the first block"))
     loss = model(x).square().mean()
-    sim.sleep(20_000)
-    sim.on_host_wait(lambda cause: seen.append("wait"))
+    simdevice.sleep(20_000)
+    simdevice.on_host_wait(lambda cause: seen.append("wait"))
     loss.backward()
-    sim.on_host_wait(None)
+    simdevice.on_host_wait(None)
     return seen
 
 

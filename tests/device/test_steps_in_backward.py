@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
+import simdevice
 from sherd.optim.exchange import Bucket, Moving
-from tests.device import sim
 from tests.device.small import WIDTH
 from tests.device.test_peaks import held_before, requested
 from tests.device.test_travel_of_matrices import MESHES, PLACEMENTS
@@ -48,10 +48,10 @@ def trained(model: torch.nn.Module, device: str) -> tuple[list[float], list[str]
             for each in (waits, queued, numbers):
                 each.clear()
             if device == "sim":
-                sim.on_host_wait(waits.append)
+                simdevice.on_host_wait(waits.append)
             loss.backward()
             if device == "sim":
-                sim.on_host_wait(None)
+                simdevice.on_host_wait(None)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

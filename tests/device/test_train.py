@@ -18,11 +18,11 @@ from tests.support.ranks.forked import start
 
 ROOT = Path(__file__).parent.parent.parent
 LOAD = """
-from tests.device import sim
+import simdevice
 
 def load():
-    sim.load()
-    sim.configure(pause_us=50, races="raise")
+    simdevice.load()
+    simdevice.configure(pause_us=50, races="raise")
 """
 MODEL = ("layers=2", "width=32", "heads=2", "kv_heads=1", "hidden=64", "context=32")
 SHORT = ("--steps", "6", "batch=8", "warmup=2", "every=3")

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import sherd
+import simdevice
 from sherd.optim import matrix_plan
-from tests.device import sim
 from tests.device.small import loss_of
 from tests.support.models import chain
 
@@ -28,10 +28,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> 
         losses.append(loss.item())
         heard: list[str] = []
         if device == "sim":
-            sim.on_host_wait(heard.append)
+            simdevice.on_host_wait(heard.append)
         optimizer.step()
         if device == "sim":
-            sim.on_host_wait(None)
+            simdevice.on_host_wait(None)
         optimizer.zero_grad()
         waits = heard
     return losses, waits

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+import simdevice
 from sherd._torch import backend_of
 from sherd.comm.streams import Queued
 from sherd.errors import CommError
 from sherd.guard.flight import FOLDER
 from sherd.guard.watchdog import EXIT_CODE, TEAR_DOWN
-from tests.device import sim
 from tests.divergence.programs import sharded, step, wrapped
 from tests.divergence.test_flight import faults, recorded_in
 from tests.support.ranks import MAX_PROCESSES, warm_up
@@ -57,7 +57,7 @@ def live(
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update({"RANK": str(rank), "SIM_DEVICES": str(MAX_PROCESSES), FOLDER: str(folder)})
-    sim.load()
+    simdevice.load()
     torch.accelerator.set_device_index(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     distributed_c10d.default_pg_timeout = BACKENDS_TIMEOUT
@@ -187,9 +187,9 @@ def goes_on(how: str) -> str:
     """Ranks are slow, and all come in time."""
     model, rank = trained(), dist.get_rank()
     if how == "long compute on all ranks":
-        sim.sleep(6_000_000)
+        simdevice.sleep(6_000_000)
     if how == "long compute on one" and rank == 1:
-        sim.sleep(1_800_000)
+        simdevice.sleep(1_800_000)
     if how == "one is late" and rank == 1:
         time.sleep(1.8)
     if how == "one blocks its interpreter" and rank == 1:

@@ -104,10 +104,11 @@ def ranks(request: pytest.FixtureRequest, accelerator: Accelerator) -> Callable[
     """
     if accelerator.kind == "cuda":
         return request.getfixturevalue("world")
-    from tests.device.ranks import SETUP, SimWorld
+    from simdevice.ranks import World
+    from tests.device.ranks import SETUP
 
     pools = request.getfixturevalue("pools")
-    return functools.cache(lambda num_ranks: SimulatedRanks(SimWorld(pools.world(num_ranks, SETUP), {}), num_ranks))
+    return functools.cache(lambda num_ranks: SimulatedRanks(World(pools.world(num_ranks, SETUP)), num_ranks))
 
 
 @pytest.fixture(scope="session")

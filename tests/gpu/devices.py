@@ -137,7 +137,7 @@ def _requests(size: int, is_small: bool) -> list[int]:
 
 
 class Simulated(Accelerator):
-    """The simulated device (tests/device)."""
+    """The simulated device (simdevice)."""
 
     collectives = "cpu:gloo,sim:simccl"
     fake_group = "cpu:fake,sim:fake"
@@ -147,10 +147,10 @@ class Simulated(Accelerator):
     PAUSE_US = 300
 
     def __init__(self) -> None:
-        from tests.device import sim
+        import simdevice
 
-        self._sim = sim
-        sim.load()
+        self._sim = simdevice
+        simdevice.load()
         self.device = torch.device("sim", torch.accelerator.current_device_index())
         handed_out = torch.empty(64, device=self.device)
         self._spoilt = handed_out.nbytes if handed_out.isnan().all() else 0
@@ -199,11 +199,11 @@ def here() -> Accelerator:
 def chosen(option: str | None) -> Accelerator | str:
     """Returns the accelerator that pytest's `--device` asks for, None being CUDA; or why there is none, in words."""
     if option == "sim":
-        from tests.device import sim
+        import simdevice
 
         try:
             return Simulated()
-        except sim.CannotBuild as error:
+        except simdevice.CannotBuild as error:
             return f"the simulated device cannot be built: {error}"
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is false: these tests need one CUDA device, or --device=sim"
