@@ -14,7 +14,7 @@ from bench.gpus.__main__ import PARTS
 from bench.gpus.correctness import SET_UPS
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "tests.device.sim:load"
+DEVICE = "simdevice:load"
 
 
 def started(*words: str, devices: int = 2) -> subprocess.CompletedProcess[str]:

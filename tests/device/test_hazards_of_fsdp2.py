@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 import sherd
-from tests.device import sim
+import simdevice
 from tests.support.models import chain
 
 WIDTH = 64
@@ -55,7 +55,7 @@ class Headed(nn.Module):
 
 def slow_hook(gradient: Tensor) -> None:
     gradient.mul_(2)
-    sim.sleep(2000)
+    simdevice.sleep(2000)
     gradient.div_(2)
 
 
@@ -84,7 +84,7 @@ def trained(
 ) -> dict[str, int]:
     """On a rank: train three steps with `sabotage()` about them. Returns the numbers of FSDP2's streams by name."""
     library: Any = fsdp if package == "FSDP2" else sherd
-    sim.label_tasks(line_of_fsdp2)
+    simdevice.label_tasks(line_of_fsdp2)
     torch.manual_seed(0)
     names = ("replicate", "shard")[-len(mesh) :]
     device_mesh = init_device_mesh("sim", mesh, mesh_dim_names=names)
@@ -114,7 +114,7 @@ def trained(
                 hidden.backward(cut.grad)
             optimizer.step()
             optimizer.zero_grad()
-    sim.label_tasks(None)
+    simdevice.label_tasks(None)
     if library is fsdp:
         context = model._get_fsdp_state()._comm_ctx
         streams |= {

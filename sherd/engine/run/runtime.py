@@ -520,10 +520,11 @@ class Runtime(UnitRuntime):
             raise StateError(f"the memory of {self.root.name} is tracked already; leave that `with` block first")
         with ExitStack() as observers:
             observers.enter_context(self.tape.observed(observer))
-            for number, unit in enumerate(self.units if observer_of_gradients is not None else ()):
-                for group, gradients in enumerate(unit.gradients):
-                    observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
-                    observers.enter_context(gradients.observed(observer_of_group))
+            if observer_of_gradients is not None:
+                for number, unit in enumerate(self.units):
+                    for group, gradients in enumerate(unit.gradients):
+                        observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
+                        observers.enter_context(gradients.observed(observer_of_group))
             yield
 
     # When things go wrong

@@ -177,7 +177,8 @@ Found = tuple[list[CaptureProblem], list[str]]
 
 def _agreed(unit: Unit, look: Callable[[], Found]) -> tuple[tuple[CaptureProblem, ...], tuple[str, ...]]:
     """Returns what all ranks have found. Raises StateError on all ranks if the step raised on one."""
-    failure, found = None, ([], [])
+    failure: Exception | None = None
+    found: Found = [], []
     try:
         found = look()
     except Exception as error:
@@ -313,10 +314,10 @@ class _Watch:
         self._step.schedule.append((event, _line(sys._getframe(1))))
         if type(event) is BeforeBackward and self._old_gradients:
             # What the step has dropped by now is made again in memory of the graph. What is left is added to.
-            kept = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
-            for name, parameter in kept:
-                if parameter.grad is self._old_gradients.get(id(parameter)):
-                    self._step.lasting["", f"gradient of {name}"] = frozenset({_local(parameter.grad).data_ptr()})
+            for name, parameter in self._model.named_parameters():
+                gradient = parameter.grad
+                if gradient is not None and gradient is self._old_gradients.get(id(parameter)):
+                    self._step.lasting["", f"gradient of {name}"] = frozenset({_local(gradient).data_ptr()})
             self._old_gradients.clear()
 
     def perform(self, action: Action, perform: Callable[[], None]) -> None:
@@ -369,9 +370,11 @@ class _Watch:
     def _look_at_optimizer(self, optimizer: Optimizer) -> None:
         """Note where the state of `optimizer` is, and what it keeps on the host."""
         kind, on_host = type(optimizer).__name__, self._device.type != "cpu"
-        by_unit = {None: "", **{unit.id: name for unit, name in zip(self._runtime.units, self._names, strict=True)}}
+        by_unit = {unit.id: name for unit, name in zip(self._runtime.units, self._names, strict=True)}
         for owner, held in held_by_optimizer(optimizer.state, self._device).items():
-            self._step.lasting[by_unit.get(owner, ""), f"optimizer state of {kind}"] = frozenset(held)
+            self._step.lasting["" if owner is None else by_unit.get(owner, ""), f"optimizer state of {kind}"] = (
+                frozenset(held)
+            )
         for number, group in enumerate(optimizer.param_groups):
             if on_host and group.get("capturable") is False:
                 self._note("host value", f"{kind} counts its steps on the host: capturable=False", "", "")
@@ -405,9 +408,9 @@ class _Watch:
             if after > before:
                 self._note("allocation", f"{after - before:,} bytes more are alive after each step", name, "")
                 break
-        for key, value in second.numbers.items():
-            if key in first.numbers and first.numbers[key] != value:
-                self._note("host value", f"{key} was {first.numbers[key]:g} and is {value:g}", "", "")
+        for number, value in second.numbers.items():
+            if number in first.numbers and first.numbers[number] != value:
+                self._note("host value", f"{number} was {first.numbers[number]:g} and is {value:g}", "", "")
 
     def _in_words(self, what: Event | Action | None) -> str:
         at = getattr(what, "unit", None)
@@ -457,7 +460,7 @@ def _host_waits(device: torch.device, notice: Callable[[str], None]) -> Iterator
                 else:
                     show(message, *where, **more)
 
-            warnings.showwarning = heard  # type: ignore[assignment]
+            warnings.showwarning = heard
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
