@@ -147,7 +147,10 @@ def checked(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> argp
             parser.error(f"{file}: there is no folder {file.parent}; make it first")
     if chosen.device == "sim" and not chosen.load:
         chosen.load, chosen.only = "simdevice:load", chosen.only or ["simulated"]
-    load_device(chosen.load)
+    try:
+        load_device(chosen.load)
+    except RuntimeError as error:  # the simulated device without a compiler, for one
+        parser.error(f"{chosen.load}: {error}")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if chosen.device == "auto":
         chosen.device = "cpu" if found is None else found.type
