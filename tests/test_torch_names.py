@@ -421,6 +421,15 @@ def frame_below_a_module() -> list[FrameType]:
     return seen
 
 
+def test_is_users__tells_a_programs_frame_from_those_of_torch_and_python():
+    assert _torch.is_users(sys._getframe())
+    found: list[bool] = []
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda *_: found.append(_torch.is_users(sys._getframe().f_back)))
+    module(torch.ones(1))
+    assert found == [False]
+
+
 def test_users_frame__passes_torchs_own_frames_by():
     (frame,) = frame_below_a_module()
     assert frame.f_code.co_filename != __file__
