@@ -1,4 +1,4 @@
-"""What the adapters to other packages share: changes that end, which versions were tried, and the values of rank 0."""
+"""Common parts of the adapters to other packages: changes that end, versions that were tried, values of rank 0."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ HEADER = 4
 """The number of elements of a header: what is wrong, the number of a parameter in two parts, and a check."""
 
 GRADIENT, FUNCTION, NOT_FINITE, OTHERS = 1, 2, 3, 4
-"""What is wrong: the gradient cannot be stepped, the function failed, its update is not finite, or the gradient of a
-parameter that is no matrix is not."""
+"""The problems by number: the gradient cannot be stepped, the function failed, its update is not finite, or the
+gradient of a parameter that is no matrix is not."""
 
 
 def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:

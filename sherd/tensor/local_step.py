@@ -69,7 +69,7 @@ class LocalStep:
         chunk_of = dict(zip(map(id, self._params), self._chunks, strict=True))
         self._own_chunks = [chunk_of[id(each)] for each in self._own]
         self.parts = [[chunk_of[id(each)] for each in own if id(each) in chunk_of] for own in self._lists]
-        """What each parameter group has while the optimizer steps."""
+        """Chunks and spans of each parameter group: the optimizer has them while it steps."""
         for span in spans:
             self.parts[span.group_index].append(span.flat)
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)

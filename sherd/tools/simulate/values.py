@@ -1,4 +1,4 @@
-"""What users may give for a field, in a program, a file or a command: its type, and its limits in words."""
+"""Kinds of values that users give for a field, in a program, a file or a command: a type, and limits in words."""
 
 from __future__ import annotations
 

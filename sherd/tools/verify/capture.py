@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sherd._torch import frames_from, is_users, local_tensor
 from sherd.comm import streams
-from sherd.comm.objects import all_gather_objects
+from sherd.comm.agreement import gathered_along
 from sherd.comm.streams import streams_for
 from sherd.engine import Runtime, Unit
 from sherd.errors import CommError, StateError, reason_of
@@ -183,12 +183,12 @@ def _agreed(unit: Unit, look: Callable[[], Found]) -> tuple[tuple[CaptureProblem
         found = look()
     except Exception as error:
         failure = error
-    told = [(torch.distributed.get_rank(), failure and f"{type(failure).__name__}: {reason_of(failure)}", found)]
+    why = None if failure is None else f"{type(failure).__name__}: {reason_of(failure)}"
     mesh = unit.mesh.mesh
+    mine = torch.distributed.get_rank(), why, found
+    told: list[tuple[int, str | None, Found]] = [mine]
     try:
-        for axis in range(mesh.ndim):
-            parts = all_gather_objects(told, "what capturable has found", mesh.get_group(axis))
-            told = [each for part in parts for each in part]
+        told = gathered_along(map(mesh.get_group, range(mesh.ndim)), mine, "what capturable has found")
     except CommError:
         if failure is None:
             raise
@@ -210,7 +210,7 @@ def _agreed(unit: Unit, look: Callable[[], Found]) -> tuple[tuple[CaptureProblem
 
 @dataclass
 class _Step:
-    """What a step did, and what was alive when it had ended."""
+    """The record of one step: its events, and the memory that is alive at its end."""
 
     schedule: list[tuple[Event | Action, str]] = field(default_factory=list)
     """Events and actions, each with the line that it comes from."""
@@ -223,7 +223,7 @@ class _Step:
     nbytes: list[int] = field(default_factory=list)
     """Bytes in use at the end: of each unit, and of the device."""
     numbers: dict[str, object] = field(default_factory=dict)
-    """What an optimizer keeps in host memory."""
+    """Values that an optimizer keeps in host memory, by name."""
 
 
 class _Watch:
