@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from sherd._torch import Store, in_backward, users_line
-from sherd.comm.failures import ENDED
+from sherd.comm.failures import ENDED, ranks_in_short
 from sherd.comm.streams import Queued
 from sherd.engine import Unit
 from sherd.errors import CommError
@@ -284,7 +284,8 @@ class Recorder:
         stuck_s = STUCK_AFTER * self.timeout_s
         waits_s = 0.0 if waiting is None else waiting.waits_s
         stage = (waits_s >= min(NOTE_AFTER_S, stuck_s)) + (waits_s >= stuck_s)
-        if stage and stage > self._told and waiting is not None:
+        # Ranks come here at once, and one that tells reads the answers of all: only the first one does.
+        if waiting is not None and stage > self._told and self._store.add(f"tells/{self._answered}/{stage}", 1) == 1:
             self._tell(waiting, stage == 1)
         self._told = max(stage, self._told) if stage else 0
 
@@ -337,23 +338,27 @@ class Recorder:
             answers, missing = self.answers(ranks if wait else (), why, is_failing, QUIETLY if quietly else 1)
         except RuntimeError:
             return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
-        sentences = []
+        said: dict[str, list[int]] = {}  # of which ranks each sentence is said
         for rank in sorted({*answers, *missing}):
             where, verb = answers.get(rank), "is"
             if rank in missing and self.has_ended(rank):
-                sentences.append(f"Rank {rank} {ENDED}. " * (ENDED not in why))
+                if ENDED not in why:
+                    said.setdefault(f"{ENDED}. ", []).append(rank)
                 continue
             if rank in missing:
                 after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
                 gone = "its process is gone, or its interpreter is blocked"
-                sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {gone}. ")
+                said.setdefault(f"has not answered for {after_s:g} s: {gone}. ", []).append(rank)
             if where is not None and not where.waits and where.failures < self._num_failures + (not is_failing):
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
                 place = where.line or "no line of yours"
-                sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
+                said.setdefault(f"has not come: it {verb} at {place}\n{frames}\n", []).append(rank)
             elif where is not None and quietly:
-                sentences.append(f"Rank {rank} waits too, at {where.line or 'no line of yours'}. ")
-        return "".join(sentences)
+                said.setdefault(f"waits too, at {where.line or 'no line of yours'}. ", []).append(rank)
+        return "".join(
+            f"Rank {ranks[0]} {what}" if len(ranks) == 1 else f"Each of ranks {ranks_in_short(ranks)} {what}"
+            for what, ranks in said.items()
+        )
 
     def answers(
         self, ranks: Sequence[int], why: str, is_failing: bool = False, adds: int = 1

@@ -9,9 +9,11 @@ python -m tests.comm.many 64        prints the sockets that a rank has more afte
 
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ from torch import nn
 
 import sherd
 from sherd._torch import gloo_on_demand
+from sherd.guard import flight
+from tests.support.ranks.process import die_with_the_parent
 from tests.support.sockets import received, sockets
 
 
@@ -40,7 +44,7 @@ def one_of(num_ranks: int, rank: int, folder: Path) -> None:
         port.with_suffix(".new").rename(port)
     else:
         while not port.exists():
-            os.sched_yield()
+            time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), num_ranks, is_master=False, wait_for_workers=False)
     dist.init_process_group(f"cpu:{gloo_on_demand()}", store=store, rank=rank, world_size=num_ranks)
     dist.barrier()
@@ -59,6 +63,9 @@ def one_of(num_ranks: int, rank: int, folder: Path) -> None:
 
 
 def main(num_ranks: int) -> None:
+    die_with_the_parent()
+    torch.set_num_threads(1)  # a forked child has no threads of its parent's pool, and would wait for them
+    flight.NOTE_AFTER_S = math.inf  # on a busy machine a rank would ask all others where they are
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     two_steps()
     dist.destroy_process_group()
@@ -67,6 +74,7 @@ def main(num_ranks: int) -> None:
         ranks = []
         for rank in range(num_ranks):
             if not (pid := os.fork()):
+                die_with_the_parent()
                 try:
                     one_of(num_ranks, rank, Path(folder))
                 finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -45,11 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "new"
 
 
-def recorders(timeout_s: float = 60, kind: type[Standing] = Standing) -> tuple[list[Recorder], list[Standing], Any]:
-    """Those of two ranks, a source that each knows, and their store."""
+def recorders(
+    timeout_s: float = 60, kind: type[Standing] = Standing, num_ranks: int = 2
+) -> tuple[list[Recorder], list[Standing], Any]:
+    """Those of the ranks, a source that each knows, and their store."""
     store: Any = dist.HashStore()
-    found = [Recorder(store, rank, 2, timedelta(seconds=timeout_s)) for rank in range(2)]
-    sources = [kind(), kind()]
+    found = [Recorder(store, rank, num_ranks, timedelta(seconds=timeout_s)) for rank in range(num_ranks)]
+    sources = [kind() for _ in found]
     for recorder, source in zip(found, sources, strict=True):
         recorder.join(source)
     return found, sources, store
@@ -109,6 +112,17 @@ def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd, n
     assert "rank 0 has been waiting for other ranks for 5 s. Rank 1 has not answered" in said
     one._next_look = 0.0
     one.look()
+    assert capfd.readouterr().err == ""
+
+
+def test_of_many_ranks_that_wait_one_tells_and_names_others_in_one_sentence(folder, capfd, nobody_answers):
+    found, sources, store = recorders(timeout_s=10, num_ranks=4)
+    for source in sources[:2]:
+        source.ranks, source.waits_s = (0, 1, 2, 3), 5.1
+    found[1]._store = mock.Mock(wraps=store, add=lambda key, by: 0 if key == "asked" else store.add(key, by))
+    found[0].look()
+    assert "for 5 s. Each of ranks [1, 2, 3] has not answered for" in capfd.readouterr().err
+    found[1].look()  # as if it had looked for questions before the other asked
     assert capfd.readouterr().err == ""
 
 

@@ -43,9 +43,9 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
 
 
 def measured_on(hosts):
-    """What ranks measure that believe to be on these hosts."""
+    """What ranks measure that believe to be on these hosts, with small operations."""
     here = mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()])
-    with here, mock.patch.object(bandwidth, "MEASURE_S", 0.001):
+    with here, mock.patch.multiple(bandwidth, MEASURE_S=0.001, ON_CPU=(64, 2**8, (1, 1, 32, 16))):
         return cluster_toml(bandwidth.measured("box"))
 
 
