@@ -20,6 +20,7 @@ struct Access {
   char* begin;
   char* end;
   bool write;
+  double bytes;  // of the elements: a view with strides has gaps between its begin and its end
 };
 using Accesses = std::vector<Access>;
 

@@ -126,7 +126,7 @@ WorkPtr Collectives::queue(std::vector<Call> calls, int device, c10::Stream stre
 Cost Collectives::cost_of(const std::vector<Call>& calls) const {
   double read = 0, written = 0;
   for (auto& call : calls) {
-    for (auto& access : call.accesses) (access.write ? written : read) += double(access.end - access.begin);
+    for (auto& access : call.accesses) (access.write ? written : read) += access.bytes;
   }
   // The ranks that share a node with this one, or of a message, whether both do.
   auto node = [&](int rank) {

@@ -5,11 +5,14 @@
 namespace sim {
 
 Access bytes_of(const at::Tensor& tensor, bool write) {
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  int64_t last = 0, elements = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    if (tensor.stride(dim)) elements *= tensor.size(dim);
+  }
   const auto item = static_cast<int64_t>(tensor.element_size());
   char* const begin = static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * item;
-  return {begin, begin + (last + 1) * item, write};
+  return {begin, begin + (last + 1) * item, write, static_cast<double>(elements * item)};
 }
 
 void access_of(const at::Tensor& tensor, bool write, Accesses& into) {
