@@ -147,7 +147,8 @@ class CommPolicy:
 
     Args:
         transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
-            for other gloo ranks, and torch's single calls for every other backend. "torch", "gloo" and "shared_memory"
+            for other gloo ranks, and torch's calls for every other backend: "coalesced" for 32 MiB of parameters or
+            more at once, if the backend can (NCCL), else "torch", its single calls. "torch", "gloo" and "shared_memory"
             choose one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is gathered straight
             into place, and a group in one launch: no copy and no second buffer, but more and smaller messages. All
             units of a mesh should have one transport.

@@ -124,6 +124,12 @@ def test_all_gather_coalesced__fills_each_tensor_in_rank_order(async_op):
 
 
 @on_processes(2)
+def test_coalesces__says_that_gloo_does_not_and_nothing_of_devices_that_a_group_does_not_serve():
+    assert not _torch.coalesces(dist.group.WORLD, CPU)
+    assert not _torch.coalesces(dist.group.WORLD, torch.device("meta"))
+
+
+@on_processes(2)
 def test_reduce_scatter_single__gives_each_rank_its_part_of_the_sum_without_a_warning():
     output = torch.empty(1)
     _torch.reduce_scatter_single(output, torch.arange(2.0) + 1, op=dist.ReduceOp.SUM, group=None, async_op=True).wait()

@@ -47,6 +47,7 @@ from sherd._torch.collectives import all_gather_single as all_gather_single
 from sherd._torch.collectives import backend_of as backend_of
 from sherd._torch.collectives import bound_all_gather as bound_all_gather
 from sherd._torch.collectives import bound_reduce_scatter as bound_reduce_scatter
+from sherd._torch.collectives import coalesces as coalesces
 from sherd._torch.collectives import connection_of as connection_of
 from sherd._torch.collectives import gloo_on_demand as gloo_on_demand
 from sherd._torch.collectives import group_among as group_among

@@ -74,6 +74,16 @@ def all_gather_coalesced(
     return pending if async_op else None
 
 
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns whether the backend of `group` for `device` runs several collectives as one, as NCCL does.
+
+    `_device_types` has no public name (2.11 to 2.15).
+    """
+    if device.type not in {each.type for each in group._device_types}:
+        return False
+    return bool(backend_of(group, device).supports_coalescing)
+
+
 def symmetric_memory() -> ModuleType:
     """Returns the module of symmetric memory (`empty`, `rendezvous`); private since 2.6, imported on the first call."""
     import torch.distributed._symmetric_memory as module

@@ -8,6 +8,7 @@ equally long. `rows` has all parts side by side, `shard_buffer` is this rank's o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -55,8 +56,8 @@ class Transport(ABC):
     shares_memory = False
     """It has `all_gather_onto`: ranks read one another's parts in place."""
 
-    coalesces = False
-    """It has `all_gather_each`: many gathers for the price of one."""
+    each_from_bytes: float = math.inf
+    """With so many bytes of rows, gather tensor by tensor (`all_gather_each`): many gathers for the price of one."""
 
     brings_memory = False
     """Its buffers must come from `empty`."""
@@ -271,13 +272,19 @@ class SingleCalls(Transport):
 class CoalescedCalls(SingleCalls):
     """Like `SingleCalls`, but each tensor of a group is gathered straight into its place; on NCCL all in one launch."""
 
-    coalesces = True
+    each_from_bytes = 0.0
 
     def all_gather_each(
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
         what = "all-gather of {:,} tensors at once", len(targets)
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
+
+
+class LargeCoalesced(CoalescedCalls):
+    """Like `CoalescedCalls` for large groups of tensors. Of small ones a copy costs less than their many messages."""
+
+    each_from_bytes = 32 * 2**20
 
 
 class PartByPart(SingleCalls):

@@ -10,8 +10,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from sherd._torch import coalesces
 from sherd.comm.groups import forget_destroyed, require_alive
-from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls, Transport
+from sherd.comm.transport import CoalescedCalls, LargeCoalesced, OneRank, PartByPart, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
@@ -87,7 +88,7 @@ def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if wanted != "auto":
         names = [wanted]
     elif not on_gloo:
-        names = ["torch"]
+        return _torch(group, on_gloo, LargeCoalesced if coalesces(group, device) else SingleCalls)
     else:
         names = ["shared_memory", "gloo"] if group.size() <= MOST_NEIGHBOURS else ["gloo"]
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -203,7 +204,7 @@ def test_a_transport_without_shared_memory_says_so_and_sums_in_the_dtype_it_is_g
     alone = OneRank()
     assert not alone.shares_memory
     assert not alone.brings_memory
-    assert not alone.coalesces
+    assert alone.each_from_bytes == math.inf
     assert alone.sum_dtype(torch.bfloat16) == torch.bfloat16
     with pytest.raises(NotImplementedError, match="OneRank has no memory that ranks share"):
         alone.all_gather_onto(lambda rank, part: None, torch.ones(1), [1], False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sherd
+from sherd.comm.transport import CoalescedCalls, LargeCoalesced
 from tests.gpu.setting_runs import mesh_of, shard_units
 from tests.gpu.settings import Setting
 from tests.support.versions import torch_is_older
@@ -183,3 +185,23 @@ def test_a_step_takes_what_was_predicted_to_the_byte(name, num_ranks, sim_world)
     for said, taken in sim_world(num_ranks, spoil="no", races="off").run(predicted_and_taken, setting).values:
         # Autograd makes the gradients of a norm's weight and bias together: the second is there when the first arrives.
         assert 0 <= taken - said <= SCALARS + 2 * WIDTH
+
+
+def gathered_in_place(setting: Setting, least: int) -> tuple[int, int, list[int]]:
+    """What `predicted_and_taken` says, and the bytes of each gather into place, from `least` bytes on."""
+    gathered: list[int] = []
+
+    def counted(self: LargeCoalesced, targets: Any, shard_buffers: Any, async_op: bool) -> Any:
+        gathered.append(sum(each.nbytes for each in targets))
+        return CoalescedCalls.all_gather_each(self, targets, shard_buffers, async_op)
+
+    with mock.patch.multiple(LargeCoalesced, each_from_bytes=least, all_gather_each=counted):
+        return *predicted_and_taken(setting), gathered
+
+
+def test_large_groups_are_gathered_into_place_by_default_with_the_peak_that_was_predicted(sim_world):
+    least = PART_BYTES
+    for said, taken, gathered in sim_world(2, spoil="no", races="off").run(gathered_in_place, IN_PARTS, least).values:
+        assert 0 <= taken - said <= SCALARS + 2 * WIDTH
+        assert len(gathered) > NUM_BLOCKS
+        assert min(gathered) >= least

@@ -11,6 +11,7 @@ PLAN = BufferPlan(
     gathers_itself=False,
     may_be_rows=False,
     may_gather_each=False,
+    row_bytes=100,
     is_never_gathered=False,
     frees_unsharded=True,
     sends_shards_as_they_are=True,
@@ -35,8 +36,10 @@ def transport(**abilities):
 def test_the_unsharded_buffer_is_filled_with_as_few_copies_as_plan_and_transport_allow():
     for choices, abilities, fill in (
         ({}, {}, Fill.FROM_ROWS),
-        ({}, {"coalesces": True}, Fill.FROM_ROWS),
-        ({"may_gather_each": True}, {"coalesces": True}, Fill.TENSOR_BY_TENSOR),
+        ({}, {"each_from_bytes": 0}, Fill.FROM_ROWS),
+        ({"may_gather_each": True}, {"each_from_bytes": 0}, Fill.TENSOR_BY_TENSOR),
+        ({"may_gather_each": True, "row_bytes": 99}, {"each_from_bytes": 100}, Fill.FROM_ROWS),
+        ({"may_gather_each": True, "row_bytes": 100}, {"each_from_bytes": 100}, Fill.TENSOR_BY_TENSOR),
         ({"may_gather_each": True}, {}, Fill.FROM_ROWS),
         ({"may_be_rows": True}, {}, Fill.IN_PLACE),
         ({"may_be_rows": True}, {"brings_memory": True}, Fill.FROM_ROWS),

@@ -64,6 +64,7 @@ class BufferPlan:
         gathers_itself: the group is one tensor of a subclass with its own all-gather.
         may_be_rows: rows may be gathered into the unsharded buffer.
         may_gather_each: each tensor may be gathered by itself, straight to its place in the unsharded buffer.
+        row_bytes: bytes of the rows, in compute's dtype.
         is_never_gathered: the shards are the unsharded parameters.
         frees_unsharded: the memory of the unsharded parameters is freed between uses.
         sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy. Assumed of
@@ -84,6 +85,7 @@ class BufferPlan:
     gathers_itself: bool
     may_be_rows: bool
     may_gather_each: bool
+    row_bytes: int
     is_never_gathered: bool
     frees_unsharded: bool
     sends_shards_as_they_are: bool
@@ -113,6 +115,7 @@ class BufferPlan:
             gathers_itself=group.gathers_itself,
             may_be_rows=may_be_rows,
             may_gather_each=packing.is_in_order and not mesh.shards_replicas and not may_be_rows,
+            row_bytes=packing.gathered_numel * group.compute_dtype.itemsize,
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
             sends_shards_as_they_are=group.gathers_itself or is_as_computed,
@@ -138,7 +141,7 @@ class BufferPlan:
             return Fill.BY_SUBCLASS
         if transport.shares_memory:
             return Fill.FROM_RANKS
-        if transport.coalesces and self.may_gather_each:
+        if self.may_gather_each and self.row_bytes >= transport.each_from_bytes:
             return Fill.TENSOR_BY_TENSOR
         return Fill.IN_PLACE if self.may_be_rows and not transport.brings_memory else Fill.FROM_ROWS
 

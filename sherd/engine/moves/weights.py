@@ -384,7 +384,7 @@ class Weights(Position, saved.StorageOwner):
     @property
     def rows_bytes(self) -> int:
         """Bytes of the rows, in compute's dtype, where the all-gather does not fill the unsharded buffer itself."""
-        return self.group.packing.gathered_numel * self.group.compute_dtype.itemsize
+        return self.plan.row_bytes
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor
@@ -22,7 +22,7 @@ from sherd.api.recompute import KeptResults
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.sums import sum_dtype
 from sherd.comm.streams import RecordingStreams, use_streams
-from sherd.comm.transport import SingleCalls, Transport
+from sherd.comm.transport import CoalescedCalls, LargeCoalesced, SingleCalls, Transport
 from sherd.comm.transports import use_transports
 from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat, Owned
@@ -326,13 +326,11 @@ class Planner:
     @contextmanager
     def _machines(self, mesh: Mesh, rank: int | None = None) -> Iterator[None]:
         """A context with the imagined ranks of `mesh`, this process as `rank`, on machines of the cluster."""
-        if self.cluster.device.overlaps:
-            machine: AbstractContextManager[None] = use_streams(RecordingStreams())
-        else:
-            is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
-            machine = use_transports(_on_one_host if is_one_host else _between_hosts)
+        overlaps = self.cluster.device.overlaps
+        is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
+        make = _between_accelerators if overlaps else _on_one_host if is_one_host else _between_hosts
         ranks = _ranks_of(mesh, self.training.stage) if rank is None else imagined_ranks(mesh.num_ranks, rank)
-        with ranks, machine:
+        with ranks, use_transports(make), use_streams(RecordingStreams()) if overlaps else nullcontext():
             yield
 
 
@@ -405,7 +403,7 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
         unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 
-# Transports of ranks that do not exist: their buffers and copies are those of the transports that CPU ranks have
+# Transports of ranks that do not exist, with the buffers and copies of those that ranks of a cluster have
 
 
 class _TorchOnHost(SingleCalls):
@@ -422,6 +420,10 @@ class _Shared(SingleCalls):
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
+
+
+def _between_accelerators(group: dist.ProcessGroup, wanted: str) -> Transport:
+    return {"auto": LargeCoalesced, "coalesced": CoalescedCalls}.get(wanted, SingleCalls)(group)
 
 
 def _on_one_host(group: dist.ProcessGroup, wanted: str) -> Transport:
