@@ -165,6 +165,7 @@ def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimiz
         OPTIMIZERS[optimizer],
         torch.bfloat16 if parameters == "float32" else None,
         stages_keep_buffers=True,  # whatever torch this runs with, the trainings were published before 2.15
+        copies_out=True,
     )
 
 

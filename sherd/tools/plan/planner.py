@@ -22,7 +22,7 @@ from sherd.api.recompute import KeptResults
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.sums import sum_dtype
 from sherd.comm.streams import RecordingStreams, use_streams
-from sherd.comm.transport import CoalescedCalls, LargeCoalesced, SingleCalls, Transport
+from sherd.comm.transport import LargeCoalesced, SingleCalls, Transport
 from sherd.comm.transports import use_transports
 from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat, Owned
@@ -87,6 +87,7 @@ class Training:
         samples: the size of a batch that the model surely runs with.
         stage: "first" or "last" if `model` is a stage of a pipeline.
         stages_keep_buffers: a pipeline's stages have memory for all that they will receive, as torch's had before 2.15.
+        copies_out: what accelerators gather is copied out of rows, as by torch's FSDP2.
     """
 
     model: nn.Module
@@ -97,6 +98,7 @@ class Training:
     samples: int = 1
     stage: str = ""
     stages_keep_buffers: bool = STAGES_KEEP_BUFFERS
+    copies_out: bool = False
 
 
 class Planner:
@@ -328,9 +330,11 @@ class Planner:
         """A context with the imagined ranks of `mesh`, this process as `rank`, on machines of the cluster."""
         overlaps = self.cluster.device.overlaps
         is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
-        make = _between_accelerators if overlaps else _on_one_host if is_one_host else _between_hosts
+        between = SingleCalls if self.training.copies_out else LargeCoalesced
+        make = _on_one_host if is_one_host else _between_hosts
+        transports = use_transports((lambda group, _: between(group)) if overlaps else make)
         ranks = _ranks_of(mesh, self.training.stage) if rank is None else imagined_ranks(mesh.num_ranks, rank)
-        with ranks, use_transports(make), use_streams(RecordingStreams()) if overlaps else nullcontext():
+        with ranks, transports, use_streams(RecordingStreams()) if overlaps else nullcontext():
             yield
 
 
@@ -420,10 +424,6 @@ class _Shared(SingleCalls):
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
-
-
-def _between_accelerators(group: dist.ProcessGroup, wanted: str) -> Transport:
-    return {"auto": LargeCoalesced, "coalesced": CoalescedCalls}.get(wanted, SingleCalls)(group)
 
 
 def _on_one_host(group: dist.ProcessGroup, wanted: str) -> Transport:
