@@ -33,6 +33,7 @@ from ..device.groups import Failed
 from ..device.lines import circumstances
 from ..device.rows import Result, rows_of, unlike_losses
 from ..ranks import Conditions, load_device
+from ..systems import FSDP2
 from .left import left_behind
 from .limited import told
 from .parts import PARTS, TELL, Part, Run
@@ -77,8 +78,10 @@ def comparison(results: Sequence[Result]) -> Iterator[Finding]:
         if row.values:
             seen = ", ".join(f"{name} {value:.4g}" for name, value in row.values.items())
             yield Finding("compared with FSDP2", row.figure.partition(", ")[2], f"{seen} {row.unit}")
-    unlike = unlike_losses(results)
-    if results:
+    unlike, measured = unlike_losses(results), [each for each in results if each.ranks]
+    if any(each.kind != "real" for each in measured):
+        yield Finding("compared with FSDP2", "losses", "not compared: fake ranks do not reduce")
+    elif {each.system for each in measured} > {FSDP2.name}:
         yield failed("compared with FSDP2", "losses", unlike or "as FSDP2's", TELL if unlike else "")
 
 

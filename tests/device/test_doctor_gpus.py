@@ -229,6 +229,7 @@ def test_a_part_that_overruns_is_named_what_it_has_measured_is_written_and_the_n
     try_all(Run(Conditions("sim"), 2), tried, report, 40.0, CLOCK)
     assert verdicts(tmp_path, "slow")["end"] == ("failure", "stopped: its time was up, after 7 s")
     assert verdicts(tmp_path, "compared with FSDP2")["plain: step"] == ("ok", "FSDP2 2 ms")
+    assert "losses" not in verdicts(tmp_path, "compared with FSDP2")  # with nothing to compare
     assert verdicts(tmp_path, "the next")["is"] == ("ok", "well until 30")
     assert json.loads((tmp_path / "gpus.json").read_text())["results"][0]["ranks"][1]["loss"] == 1.0
     assert "Measured on" in (tmp_path / "gpus.md").read_text()
