@@ -66,7 +66,7 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _on_gpus(args: argparse.Namespace) -> int:
-    """Run a program of the bench, in a clone: it measures torch's own FSDP, which sherd does not import."""
+    """Become a program of the bench, in a clone: it measures torch's own FSDP, which sherd does not import."""
     clone = Path(__file__).parents[2]
     if not (clone / "bench" / "gpus").is_dir():
         return _told([Finding("gpus", "program", "not here: it is in sherd's repository", FAILURE, CLONE)], args)
@@ -74,8 +74,7 @@ def _on_gpus(args: argparse.Namespace) -> int:
     words += ["--ranks", str(args.ranks)] if args.ranks else []
     words += [f"--{name}" for name in ("json", "strict", "quick") if getattr(args, name)]
     os.chdir(clone)
-    # In this process's place: a signal asks the program, which tidies up, and not one that would kill it.
-    os.execv(sys.executable, [sys.executable, "-m", "bench.gpus", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "bench.gpus", *words])  # a parent would kill it at Ctrl-C
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:
