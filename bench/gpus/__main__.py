@@ -3,191 +3,112 @@
     sherd doctor --gpus            # in a clone: the same
     make gpu                       # the same, in an environment that make sets up
 
-Each part has a limit, ten minutes in all. A part that fails is told, and the next one goes on.
+Each part has a limit, ten minutes in all. A part that fails or reaches its limit is told, and the next one goes on.
+What was found is written after each.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.guard.flight import FOLDER
-from sherd.tools.doctor.findings import FAILURE, WARNING, Finding, as_json, as_table, exit_code, failed, warned
+from sherd.tools.doctor.findings import FAILURE, WARNING, Finding, as_json, as_table, exit_code, failed
 from sherd.tools.doctor.machine import devices
 
 from ..device import page
-from ..device.cases import CASES, LARGE, PLAIN, SMALLER, STACKS, Case, Stack
-from ..device.figure import Job, results_of
-from ..device.groups import Failed, Group, Ranks, in_a_line
+from ..device.cases import PLAIN, STACKS
+from ..device.groups import Failed
 from ..device.lines import circumstances
 from ..device.rows import Result, rows_of, unlike_losses
 from ..ranks import Conditions, load_device
-from ..systems import FLAT, FSDP2, SHERD, device_of
-from .correctness import SET_UPS, differences
-from .lost_rank import NAMED_WITHIN_S, left_behind, lose
+from ..systems import FSDP2
+from .left import left_behind
+from .limited import told
+from .parts import PARTS, TELL, Part, Run
 
 NO_GPU = "run it on a machine whose GPUs torch sees: python -c 'import torch; print(torch.cuda.is_available())'"
-TELL = "please open an issue, with the file and the page"
+SIMULATED = "nothing here was measured on hardware"
 MOST_RANKS = 8
-FAKE_SIZE = 8
-"""With one device, speed is measured as rank 0 of so many whose collectives copy within the device."""
-NUM_TURNS = 3
-ROOM = 40 << 30
-"""A device of so many bytes or more gets eight layers of Llama 3 8 B, others a smaller model."""
+LIMIT_S = 600.0
+AROUND_S = 60.0
+"""What of it is left to what comes before and behind the parts."""
+HARD_S = 10.0
+"""A part that heeds its time ends so long before it would be stopped, and says what it has left out."""
+AGAIN = "run it again, and let it end"
 
 
 @dataclass
-class Run:
-    """What was asked for, and what has come out so far."""
+class Report:
+    """What has come out so far, and where it is written."""
 
-    conditions: Conditions
-    num_ranks: int
-    parts: Sequence[str]
+    around: dict[str, Any]
+    out: Path
     findings: list[Finding] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     @property
-    def group(self) -> Group:
-        """A rank on each device."""
-        return Group("real", self.num_ranks)
+    def files(self) -> tuple[Path, Path]:
+        return self.out / "gpus.json", self.out / "gpus.md"
 
-    def ranks(self, work: Callable[[DeviceMesh, Any], Any]) -> Ranks:
-        return Ranks(self.group, self.conditions.device, self.conditions.load, work)
-
-
-# The parts
-
-
-def correctness(run: Run, until: float) -> Iterator[Finding]:
-    """Each set-up computes what plain torch computes on one device."""
-    left = [each for each in SET_UPS if run.num_ranks >= each.fewest_ranks and run.num_ranks % each.fewest_ranks == 0]
-    while left:
-        with run.ranks(differences) as ranks:
-            while left:
-                set_up = left.pop(0)
-                try:
-                    said = [each for each in ranks.ask(set_up, _seconds_until(until)) if each]
-                except Failed as failure:  # its processes are not used again
-                    yield failed("correctness", set_up.name, failure, TELL)
-                    break
-                as_plain = f"as plain torch on one device, on {run.num_ranks} rank(s)"
-                yield failed("correctness", set_up.name, said[0] if said else as_plain, TELL if said else "")
+    def write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        record = {**self.around, "findings": self.findings, "results": self.results}
+        self.files[0].write_text(json.dumps(record, default=asdict, indent=1))
+        self.files[1].write_text(as_page(self))
 
 
-def compared_with_fsdp2(run: Run, until: float) -> Iterator[Finding]:
-    """Steps, host time, memory and exposed communication, in turns of opposite order."""
-    group = run.group if run.num_ranks > 1 else Group("fake", FAKE_SIZE)
-    stack = stack_for(run.conditions)
-    cases = [CASES[name] for name in run.conditions.cases]
-    turns = range(1 if run.conditions.quick else NUM_TURNS)
-    jobs = [job for case in cases for turn in turns for job in jobs_of(case, stack, turn, run.conditions.rounds)]
-    for result in results_of(group, jobs, run.conditions, until):
-        run.results.append(result)
-        print(f"  {result.line()}", file=sys.stderr, flush=True)
+def comparison(results: Sequence[Result]) -> Iterator[Finding]:
+    """What the results of a part, be it entire or not, say."""
+    for result in results:
         if result.why:
             yield Finding("compared with FSDP2", f"{result.case}, {result.system}", result.why, WARNING, TELL)
-    for row in rows_of(run.results):
+    for row in rows_of(results):
         if row.values:
             seen = ", ".join(f"{name} {value:.4g}" for name, value in row.values.items())
             yield Finding("compared with FSDP2", row.figure.partition(", ")[2], f"{seen} {row.unit}")
-    unlike = unlike_losses(run.results)
-    yield failed("compared with FSDP2", "losses", unlike or "as FSDP2's", TELL if unlike else "")
+    unlike, measured = unlike_losses(results), [each for each in results if each.ranks]
+    if any(each.kind != "real" for each in measured):
+        yield Finding("compared with FSDP2", "losses", "not compared: fake ranks do not reduce")
+    elif {each.system for each in measured} > {FSDP2.name}:
+        yield failed("compared with FSDP2", "losses", unlike or "as FSDP2's", TELL if unlike else "")
 
 
-def jobs_of(case: Case, stack: Stack, turn: int, num_steps: int) -> list[Job]:
-    """Every second turn in the opposite order, so that what drifts on the machine meets all alike."""
-    systems = [FSDP2, SHERD, FLAT]
-    return [Job(each, case, stack, turn, num_steps) for each in systems[:: -1 if turn % 2 else 1]]
-
-
-def stack_for(conditions: Conditions) -> Stack:
-    """What was asked for, or what the first device has room for."""
-    if conditions.stack:
-        return STACKS[conditions.stack]
-    module = torch.get_device_module(conditions.device)
-    total = module.mem_get_info()[1] if hasattr(module, "mem_get_info") else 0
-    return LARGE if total >= ROOM and not conditions.quick else SMALLER
-
-
-def capture(run: Run, until: float) -> Iterator[Finding]:
-    """Whether a step may be captured, as a graph of the device."""
-    if not hasattr(sherd, "capturable"):
-        yield Finding("capture", "a step", "not checked: this version of sherd has no check")
-        return
-    with run.ranks(captured) as ranks:
-        for may_be, said in dict.fromkeys(ranks.ask(run.conditions.stack, _seconds_until(until))):
-            yield warned("capture", "a step", said, "" if may_be else TELL)
-
-
-def captured(mesh: DeviceMesh, stack: str) -> tuple[bool, str]:
-    """On a rank: whether a step may be captured, and what the check says."""
-    device, chosen = device_of(mesh), STACKS[stack or SMALLER.name]
-    model = SHERD.distribute(chosen.on(device, torch.float32), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True)
-    batch = [each.to(device) for each in chosen.batch(mesh.get_rank())]
-
-    def step() -> None:
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    report: Any = sherd.capturable(model, step)
-    return bool(report), str(report)
-
-
-def lost_rank(run: Run, until: float) -> Iterator[Finding]:
-    """The last rank is killed; all others raise an error that names it."""
-    if run.num_ranks < 2:
-        yield Finding("a lost rank", "the last rank", "not tried: it takes two devices")
-        return
-    lost = run.num_ranks - 1
-    with run.ranks(lose) as ranks:
-        for rank, (taken, said) in enumerate(ranks.ask(lost, _seconds_until(until), silent=[lost])):
-            is_named = f"rank {lost} has died" in said.lower() and taken <= NAMED_WITHIN_S
-            text = f"{taken:.1f} s after rank {lost} was killed: {said.splitlines()[0] if said else 'nothing'}"
-            yield failed("a lost rank", f"rank {rank} says", text, "" if is_named else TELL)
-
-
-PARTS: dict[str, tuple[Callable[[Run, float], Iterator[Finding]], float]] = {
-    "correctness": (correctness, 150),
-    "compared with FSDP2": (compared_with_fsdp2, 240),
-    "capture": (capture, 60),
-    "a lost rank": (lost_rank, 60),
-}
-"""By name, with the seconds that each may take; the start of processes comes to each."""
-
-
-def _seconds_until(until: float) -> float:
-    return max(5.0, until - time.monotonic())
-
-
-def try_all(run: Run) -> None:
-    """All parts in order. A part that raises is a failure, and the next one goes on."""
-    for name in run.parts:
-        part, seconds = PARTS[name]
+def try_all(
+    run: Run, parts: Mapping[str, tuple[Part, float]], report: Report, until: float, now: Callable[[], float]
+) -> None:
+    """All parts in order, none beyond its limit or `until`. A part that raises or is stopped is a failure, and the next
+    one goes on."""
+    for name, (part, seconds) in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
-        began = time.monotonic()
+        began, results = now(), []
+        limit = min(began + seconds, until)
         try:
-            for finding in part(run, began + seconds):
-                run.findings.append(finding)
-        except Exception as error:
-            run.findings.append(Finding(name, "end", in_a_line(error), FAILURE, TELL))
-        run.findings.append(Finding(name, "seconds", f"{time.monotonic() - began:.0f}"))
+            with closing(told(part, run, limit - HARD_S, until=limit, now=now)) as found:
+                for each in found:
+                    if isinstance(each, Finding):
+                        report.findings.append(each)
+                    else:
+                        results.append(each)
+                        print(f"  {each.line()}", file=sys.stderr, flush=True)
+        except Failed as failure:
+            report.findings.append(Finding(name, "end", f"{failure}, after {now() - began:.0f} s", FAILURE, TELL))
+        finally:
+            report.results += results
+            report.findings += comparison(results)
+            report.findings.append(Finding(name, "seconds", f"{now() - began:.0f}"))
+            report.write()
 
 
 # The command
@@ -195,8 +116,8 @@ def try_all(run: Run) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of the findings."""
+    began = time.monotonic()
     chosen = _parse(arguments)
-    load_device(chosen.load)
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         findings = [Finding("accelerators", "accelerator", "torch sees none", FAILURE, NO_GPU)]
@@ -210,19 +131,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stack=chosen.stack,
         cases=(PLAIN.name,) if chosen.quick else (PLAIN.name, "mixed"),
     )
-    run = Run(conditions, min(chosen.ranks or conditions.num_devices, MOST_RANKS), chosen.parts)
-    around = {**circumstances(conditions), "sherd": sherd.__version__, "ranks": run.num_ranks, "topology": topology()}
-    run.findings += devices(run.num_ranks)
-    with _own_temporary_files() as folder, left_behind(folder) as left:
-        try_all(run)
-    run.findings.append(failed("afterwards", "left behind", ", ".join(left) or "nothing", TELL if left else ""))
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    file, text = chosen.out / "gpus.json", chosen.out / "gpus.md"
-    file.write_text(json.dumps({**around, "findings": run.findings, "results": run.results}, default=asdict, indent=1))
-    text.write_text(as_page(around, run))
-    print(as_json(run.findings) if chosen.json else as_table(run.findings))
-    print(f"to send: {file} and {text} (docs/look_up/gpu_runs.md)", file=sys.stderr)
-    return exit_code(run.findings, chosen.strict)
+    run = Run(conditions, min(chosen.ranks or conditions.num_devices, MOST_RANKS))
+    simulated = {"simulated": SIMULATED} if found.type == "sim" else {}
+    around = {
+        **simulated,
+        **circumstances(conditions),
+        "sherd": sherd.__version__,
+        "ranks": run.num_ranks,
+        "topology": topology(),
+    }
+    report = Report(around, chosen.out, [*devices(run.num_ranks)])
+    parts = {name: PARTS[name] for name in chosen.parts}
+    with left_behind() as left:
+        _on_signals(_stop)
+        try:
+            try_all(run, parts, report, began + LIMIT_S - AROUND_S, time.monotonic)
+        except KeyboardInterrupt:
+            report.findings.append(Finding("run", "end", "stopped by a signal", FAILURE, AGAIN))
+        finally:
+            _on_signals(signal.SIG_IGN)  # what is left takes seconds
+    report.findings.append(failed("afterwards", "left behind", ", ".join(left) or "nothing", TELL if left else ""))
+    report.write()
+    print(as_json(report.findings) if chosen.json else as_table(report.findings))
+    print("to send: {} and {} (docs/look_up/gpu_runs.md)".format(*report.files), file=sys.stderr)
+    return exit_code(report.findings, chosen.strict)
+
+
+def _on_signals(do: Any) -> None:
+    """For what asks this process to end, but for what its starter had it ignore."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, do)
+
+
+def _stop(*_: object) -> None:
+    _on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -235,25 +179,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="some of them")
     parser.add_argument("--stack", choices=STACKS, default="", help="the model that is measured")
     parser.add_argument("--import", dest="load", default="", metavar="MODULE[:FUNCTION]", help="as of python -m bench")
-    return parser.parse_args(arguments)
-
-
-@contextlib.contextmanager
-def _own_temporary_files() -> Iterator[Path]:
-    """Inside, this process and the ranks have a folder of their own for temporary files and flight records, which goes
-    on leaving."""
-    folder = Path(tempfile.mkdtemp(prefix="sherd-gpus-"))
-    before = {name: os.environ.get(name) for name in ("TMPDIR", FOLDER)}, tempfile.tempdir
-    os.environ["TMPDIR"] = os.environ[FOLDER] = tempfile.tempdir = str(folder)
+    chosen = parser.parse_args(arguments)
     try:
-        yield folder
-    finally:
-        for name, value in before[0].items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        tempfile.tempdir = before[1]
-        shutil.rmtree(folder, ignore_errors=True)
+        load_device(chosen.load)
+    except RuntimeError as error:  # the simulated device without a compiler, for one
+        parser.error(f"{chosen.load}: {error}")
+    return chosen
 
 
 def topology() -> str:
@@ -265,11 +196,14 @@ def topology() -> str:
     return said.stdout
 
 
-def as_page(around: dict[str, Any], run: Run) -> str:
+def as_page(report: Report) -> str:
     """The page to send: the table of findings, and the measured figures as docs/understand/benchmarks.md has them."""
-    measured = page.section([around], run.results) if run.results else ""
+    around = report.around
+    measured = page.section([around], report.results) if report.results else ""
+    if "simulated" in around and measured:
+        measured = f"**A simulated device: {SIMULATED}.**\n\n{measured}"
     versions = "\n".join(f"- {name}: {value}" for name, value in around.items() if name != "topology")
-    parts = ["# sherd on GPUs", versions, f"```\n{as_table(run.findings)}\n```", measured]
+    parts = ["# sherd on GPUs", versions, f"```\n{as_table(report.findings)}\n```", measured]
     parts += [f"```\n{around['topology'].rstrip()}\n```"] if around["topology"] else []
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -67,14 +66,15 @@ def doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _on_gpus(args: argparse.Namespace) -> int:
-    """Run a program of the bench, in a clone: it measures torch's own FSDP, which sherd does not import."""
+    """Become a program of the bench, in a clone: it measures torch's own FSDP, which sherd does not import."""
     clone = Path(__file__).parents[2]
     if not (clone / "bench" / "gpus").is_dir():
         return _told([Finding("gpus", "program", "not here: it is in sherd's repository", FAILURE, CLONE)], args)
     words = ["--out", str(Path(args.out).resolve())]
     words += ["--ranks", str(args.ranks)] if args.ranks else []
     words += [f"--{name}" for name in ("json", "strict", "quick") if getattr(args, name)]
-    return subprocess.run([sys.executable, "-m", "bench.gpus", *words], cwd=clone, check=False).returncode
+    os.chdir(clone)
+    os.execv(sys.executable, [sys.executable, "-m", "bench.gpus", *words])  # a parent would kill it at Ctrl-C
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:

@@ -3,7 +3,11 @@ of them. docs/understand/hazards.md says which wait is missing."""
 
 from __future__ import annotations
 
+import functools
 import linecache
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +28,7 @@ import sherd
 import simdevice
 from tests.support.models import chain
 
+ROOT = Path(__file__).parents[2]
 WIDTH = 64
 PAUSES = {"pause_us": 1500, "seed": 1}
 Sabotage = Callable[[], AbstractContextManager[Any]]
@@ -164,6 +169,20 @@ def without_wait_for_parts() -> Iterator[None]:
     assert any(parts)
 
 
+@contextmanager
+def holding(expected: int) -> Iterator[None]:
+    """Takes nothing away: so many inputs of reductions are held at most."""
+    held = []
+
+    def post_backward(group: Any, *unused: Any) -> None:
+        POST_BACKWARD(group, *unused)
+        held.append(len(group.comm_ctx.reduce_scatter_states))
+
+    with mock.patch.object(theirs.FSDPParamGroup, "post_backward", post_backward):
+        yield
+    assert max(held) == expected
+
+
 # What the detector says
 
 
@@ -217,6 +236,12 @@ def test_two_groups_in_a_module_race_only_without_the_wait_of_the_last_one(sim_w
     assert named(found, "reduce_scatter", "reduce-scatter", "compute"), found.all_races
 
 
+def test_with_two_groups_one_buffer_more_is_held_than_the_limit(sim_world):
+    world = sim_world(4, **PAUSES)
+    world.run(trained, "FSDP2", mesh=(4,), sabotage=functools.partial(holding, 1))
+    world.run(trained, "FSDP2", mesh=(4,), two_groups=True, sabotage=functools.partial(holding, 2))
+
+
 @pytest.mark.parametrize("package", ["FSDP2", "sherd"])
 def test_a_backward_of_a_part_of_a_grouped_unit_leaves_nothing_unordered(package, sim_world):
     sim_world(2, **PAUSES).run(trained, package, in_chunks=True)
@@ -224,3 +249,14 @@ def test_a_backward_of_a_part_of_a_grouped_unit_leaves_nothing_unordered(package
 
 def test_nor_does_it_without_the_wait_that_fsdp2_has_for_it(sim_world):
     sim_world(2, **PAUSES).run(trained, "FSDP2", in_chunks=True, sabotage=without_wait_for_parts)
+
+
+def test_the_reports_program_names_the_race_and_none_with_its_remedy(tmp_path):
+    page = (ROOT / "docs/understand/hazards.md").read_text()
+    (program,) = [each for each in re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S) if "simdevice" in each]
+    (tmp_path / "race.py").write_text(program)
+    alone = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.check_output([sys.executable, "race.py"], cwd=tmp_path, env=alone, text=True, timeout=300)
+    slow, recorded = said.split("slow_and_recorded: ")
+    assert "`return tensor.to(dtype)`, and unordered with it malloc on sim:0" in slow
+    assert recorded.strip() == "0 of 8 gradients are wrong on rank 0"

@@ -63,7 +63,7 @@ def as_table(findings: Sequence[Finding]) -> str:
 
 
 def _lines(finding: Finding) -> list[str]:
-    head = f"  {finding.verdict:8}{finding.name:24}"
+    head = f"  {finding.verdict:8}{finding.name:23} "
     said = textwrap.wrap(finding.value, WIDTH - len(head)) or [""]
     remedy = textwrap.wrap(f"-> {finding.remedy}", WIDTH - len(head)) if finding.remedy else []
     first, *others = [*said, *remedy]
