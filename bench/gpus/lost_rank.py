@@ -82,8 +82,9 @@ def _processes(mark: str) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    """The names of this user's segments."""
+    """The names of this user's segments. No semaphores: no rank makes any, and those of other programs come and go."""
     try:
-        return {each.name for each in Path("/dev/shm").iterdir() if each.stat().st_uid == os.getuid()}
+        found = {each.name for each in Path("/dev/shm").iterdir() if each.stat().st_uid == os.getuid()}
+        return {each for each in found if not each.startswith("sem.")}
     except OSError:
         return set()
