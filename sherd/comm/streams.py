@@ -465,10 +465,9 @@ def is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """A context in which compute runs on a side stream, as a capture asks: one that is current already stays.
+    """A context in which compute runs on a side stream, as a capture asks; without streams it is as outside.
 
-    Without streams it is as outside. Autograd keeps the stream on which it first met a parameter, so a model's first
-    steps belong on the stream of its capture.
+    A side stream that is current stays: autograd keeps the one on which it first met a parameter for later captures.
     """
     if device.type == "cpu" or torch.accelerator.current_stream(device).stream_id:
         yield
