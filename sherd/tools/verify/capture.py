@@ -351,6 +351,10 @@ class _Watch:
         own = set(self._model.parameters())
         if any(each in own for group in optimizer.param_groups for each in group["params"]):
             self._optimizers[id(optimizer)] = optimizer
+            may_be = all(group.get("capturable", True) for group in optimizer.param_groups)
+            if self._device.type != "cpu" and not may_be:
+                what = f"{type(optimizer).__name__} counts its steps on the host: capturable=False"
+                self._note("host value", what, "", "")
 
     def lasting(self) -> Iterator[tuple[str, str, object]]:
         """Yields what lasts from step to step, with its unit and a name: shards, buffers, what optimizers keep."""
@@ -376,9 +380,6 @@ class _Watch:
                 facts["address", unit, what].add(_local(each).data_ptr())
             elif isinstance(each, torch.Tensor | int | float):
                 facts["host value", unit, what].add(float(each))
-                if what.startswith("capturable of") and not each and device != "cpu":
-                    kind = what.rpartition(" ")[2]
-                    self._note("host value", f"{kind} counts its steps on the host: capturable=False", "", "")
         for name, of in zip(self._names, self._runtime.units, strict=True):
             facts["allocation", name, ""].add(total(held_by(of)))
         if device != "cpu":
