@@ -25,11 +25,12 @@ ROOMS = ("state", "moves", "run", "between", "make")
 SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors"}
 TRAIN_KNOWS = {
     "train/loop.py": "sherd.tools.plan",
+    "train/passes.py": "sherd.capturable",
     "train/rank.py": "sherd.explain_memory",
     "train/config.py": "sherd.tools.simulate",
 }
-"""What the trainer takes from the tools: the recording of a step, the note at an out of memory error, and the settings
-that plans choose too."""
+"""What the trainer takes from the tools: the recording of a step, whether one may be captured, the note at an out of
+memory error, and the settings that plans choose too."""
 MOST_ENGINE_NAMES = 20
 """The most names in sherd/engine/__init__.py. The rest of sherd imports nothing else of the engine."""
 WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}

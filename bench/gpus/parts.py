@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-import sherd
 from sherd.tools.doctor.findings import WARNING, Finding, failed, warned
 
 from ..device.cases import CASES, LARGE, SMALLER, STACKS, Case, Stack
@@ -18,7 +17,8 @@ from ..device.figure import Job, results_of
 from ..device.groups import Failed, Group, Ranks
 from ..device.rows import Result
 from ..ranks import Conditions, load_device
-from ..systems import FLAT, FSDP2, SHERD, device_of
+from ..systems import FLAT, FSDP2, SHERD
+from .captured import FRONT_ENDS, captured
 from .correctness import SET_UPS, differences
 from .lost_rank import NAMED_WITHIN_S, lose
 
@@ -95,29 +95,12 @@ def stack_for(conditions: Conditions) -> Stack:
 
 
 def capture(run: Run, until: float) -> Iterator[Finding]:
-    """Whether a step may be captured, as a graph of the device."""
-    if not hasattr(sherd, "capturable"):
-        yield Finding("capture", "a step", "not checked: this version of sherd has no check")
-        return
+    """Whether a step may be captured as a graph of the device, by each front end: what `sherd.capturable` says."""
+    stack = run.conditions.stack or SMALLER.name
     with run.ranks(captured) as ranks:
-        for may_be, said in dict.fromkeys(ranks.ask(run.conditions.stack, _seconds_until(until))):
-            yield warned("capture", "a step", said, "" if may_be else TELL)
-
-
-def captured(mesh: DeviceMesh, stack: str) -> tuple[bool, str]:
-    """On a rank: whether a step may be captured, and what the check says."""
-    device, chosen = device_of(mesh), STACKS[stack or SMALLER.name]
-    model = SHERD.distribute(chosen.on(device, torch.float32), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True)
-    batch = [each.to(device) for each in chosen.batch(mesh.get_rank())]
-
-    def step() -> None:
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    report: Any = sherd.capturable(model, step)
-    return bool(report), str(report)
+        for system in FRONT_ENDS:
+            for may_be, said in dict.fromkeys(ranks.ask((system, stack), _seconds_until(until))):
+                yield warned("capture", system.name, said, "" if may_be else TELL)
 
 
 def lost_rank(run: Run, until: float) -> Iterator[Finding]:

@@ -25,12 +25,13 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from sherd.comm.transport import Pending
 
+T = TypeVar("T")
 Run = Callable[[bool], Pending | None]
 """A function that starts a collective. Called with True, it returns at once, with an object to wait for."""
 
@@ -353,8 +354,7 @@ class DeviceStreams(Streams):
 
     def noting(self, queued: Queued) -> AbstractContextManager[None]:
         """Returns a context in which collectives are noted in `queued`; without effect while a graph is captured."""
-        is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
-        if is_capturing is not None and is_capturing():
+        if is_capturing(self._device):
             queued.clear()  # a query of an event, also of an earlier one, would break the capture
             return contextlib.nullcontext()
         return self._notes.into(queued)
@@ -457,10 +457,19 @@ class _RecordedWait:
 # Graphs
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether compute's stream is being captured as a graph, so that the host must not ask the device."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
+
+
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """A context in which compute runs on a side stream, as a capture asks; without streams it is as outside."""
-    if device.type == "cpu":
+    """A context in which compute runs on a side stream, as a capture asks; without streams it is as outside.
+
+    A side stream that is current stays: autograd keeps the one on which it first met a parameter for later captures.
+    """
+    if device.type == "cpu" or torch.accelerator.current_stream(device).stream_id:
         yield
         return
     stream, usual = torch.Stream(device), torch.accelerator.current_stream(device)
@@ -472,8 +481,10 @@ def aside(device: torch.device) -> Iterator[None]:
         usual.wait_stream(stream)
 
 
-def recorded(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
+def recorded(step: Callable[[], T], device: torch.device) -> Callable[[], T]:
     """Returns a function that replays `step`, captured as a graph on the current stream, which must be a side stream.
+
+    It returns what `step` has returned: the same tensors each time.
 
     Raises:
         RuntimeError: the device cannot capture the step.
@@ -481,5 +492,10 @@ def recorded(step: Callable[[], object], device: torch.device) -> Callable[[], N
     graph = torch.cuda.CUDAGraph()
     # Other threads may ask the device meanwhile: a watchdog, NCCL's or the guard's, queries events.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device), capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+        result = step()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay

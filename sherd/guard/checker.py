@@ -31,6 +31,7 @@ import torch.distributed as dist
 from sherd._torch import has_ended, users_call, users_line
 from sherd.comm.failures import named
 from sherd.comm.groups import is_debugging_in_detail
+from sherd.comm.streams import is_capturing
 from sherd.engine import Runtime, Unit, watcher
 from sherd.errors import CommError
 from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Progress, Query
@@ -114,7 +115,9 @@ class DivergenceChecker:
             num_trained = unit.backward.expected.num_trained
             for gradients in unit.backward.unflagged:
                 form = 2 * form + (gradients.has_any or unit.policy.reduce_unused)
-        new_steps, doubts = 0, compared.replicas_may_differ
+        # The host would wait for the values. They are compared at the first collective after the capture.
+        compares = compared.replicas_may_differ and not is_capturing(self._device)
+        new_steps, doubts = 0, compares
         if unit.is_on_all_ranks and (action is Gather or not unit.gathers):
             steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
             new_steps = compared.num_steps - steps
@@ -134,9 +137,10 @@ class DivergenceChecker:
         variant = MOST_STEPS * form + min(new_steps, MOST_STEPS - 1)
         if not self._path.is_sure or is_debugging_in_detail():
             number = self._log.newest + 1
-            copies = copied_by(unit) if compared.replicas_may_differ else []
+            copies = copied_by(unit) if compares else []
             self._compare(self._planned(action, unit, variant, number, users_line(sys._getframe())), copies)
-            compared.agreed()
+            if compares:
+                compared.agreed()
         before = self._position
         self._position = Progress(before.agreements, before.issued + 1)
         self._log.start(action, unit, variant, carry_out)

@@ -39,6 +39,8 @@ NO_MATTER = {"foreach", "fused", "capturable"}
 """Options that do not change what a step computes."""
 MOST_PENDING = 8
 """What was done to models that run no more is kept for so long."""
+MOST_AT_ONCE = 1_000
+"""So much is kept of what was done since the last collective: replays of a captured step have none between them."""
 Option = tuple[int, str]
 """The number of a parameter group, and the key of an option in it."""
 
@@ -113,6 +115,11 @@ class Deeds:
             steps.forget_calls()  # of a step that was interrupted
         return taken, doubts
 
+    def _add(self, deed: Deed) -> None:
+        self.pending.append(deed)
+        if len(self.pending) > MOST_AT_ONCE:
+            del self.pending[0]
+
     def _are_ours(self, unit_ids: Sequence[int]) -> bool:
         return any(unit_id in self._units for unit_id in unit_ids)
 
@@ -127,7 +134,7 @@ class Deeds:
         if not steps.names:
             return
         self.doubts |= steps.begin(optimizer)
-        self.pending.append(Deed(steps.words, users_line(sys._getframe()), steps.number, unit_ids))
+        self._add(Deed(steps.words, users_line(sys._getframe()), steps.number, unit_ids))
         for unit_id in unit_ids if steps.values.is_due else ():
             if unit_id in self._units:
                 self._units[unit_id].compared.doubt_replicas()
@@ -146,7 +153,7 @@ class Deeds:
         """Note something else that is done to shards: `what` has a place {} for each of the `values`."""
         if self._are_ours(unit_ids):
             self.doubts |= self._noted.setdefault(what, _Values()).take(dict(enumerate(values)))
-            self.pending.append(Deed(lambda: [what.format(*values)], users_line(sys._getframe()), 0, unit_ids))
+            self._add(Deed(lambda: [what.format(*values)], users_line(sys._getframe()), 0, unit_ids))
 
 
 _numbers = itertools.count(1)

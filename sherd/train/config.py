@@ -26,7 +26,7 @@ MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
 PATHS = ("data", "hf")
 FREE = (
     *("data", "micro_batch", "mesh", "strategy", "placement", "wrapping", "reshard", "offload", "checkpointing"),
-    *("recompute", "compile", "every", "logger"),
+    *("recompute", "compile", "cuda_graph", "every", "logger"),
 )
 """Fields that do not decide the losses, up to rounding."""
 RECIPES = {
@@ -85,6 +85,7 @@ class Config:
     recompute: str = setting("recompute")
     precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
     compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
+    cuda_graph: bool = limited(False, "replay forward, backward and clipping as one CUDA graph: docs/do/train.md")
     # The run
     steps: int = limited(0, "optimizer steps; 0: as many as fit into minutes", at_least(0))
     minutes: float = limited(3.0, "of training; start, evaluation and saving take more time", above(0))
@@ -104,6 +105,8 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if self.cuda_graph and self.offload:
+            raise InputError("cuda_graph = true cannot hold offload = true, for which the host waits; leave out one")
         if self.hf:
             return
         if self.tied and self.wrapping == "ends":

@@ -16,10 +16,11 @@ __all__ = ["default_ranks", "device_type", "num_devices_of", "require_ranks"]
 def device_type(config: Config) -> str:
     """Returns `cpu` or the type of the accelerator. Raises InputError for a device that is not here."""
     asked, here = config.device, accelerator()
-    if asked == "auto":
-        return here or "cpu"
-    if asked in ("cpu", here):
-        return asked
+    device = here or "cpu" if asked == "auto" else asked
+    if config.cuda_graph and device in ("cpu", here) and device != "cuda":
+        raise InputError(f"cuda_graph = true needs CUDA, and this run is on {device}; leave it out")
+    if device in ("cpu", here):
+        return device
     available = f"cpu, {here}" if here else "cpu"
     raise InputError(f"device = {asked!r}, but {_why_not(asked)}; available: {available}")
 

@@ -7,14 +7,14 @@ import shlex
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from sherd import Muon, clip_grad_norm_
 from sherd.optim.muon import left_to_adamw
@@ -24,7 +24,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.data import Windows, batch, tokens
 from sherd.train.mesh import RankGrid
 from sherd.train.parallel import build
-from sherd.train.passes import Batch, Passes
+from sherd.train.passes import Batch, Compute, Passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Report, peak_memory
 from sherd.train.sampling import continued, readable
@@ -80,6 +80,9 @@ class Trainer:
         self.done = 0
         self.seconds = 0.0  # spent in steps by this process
         self._latest: deque[float] = deque(maxlen=PLANNED_AFTER)  # of them, one by one
+        self._compute: Compute = self._gradients
+        if config.cuda_graph:
+            self._compute = self.passes.replayed(self._gradients, self._micro_batches())
 
     @property
     def finished(self) -> bool:
@@ -109,11 +112,11 @@ class Trainer:
         # Dropout draws from the global generator: seeded in each step, it survives a resume without being saved.
         torch.manual_seed(hash((self.config.seed, self.done, dist.get_rank())))
         self.model.train()
-        loss = self.passes.train(self._micro_batches(), self.num_micro_batches)
+        loss, total_norm = self._compute(self._micro_batches())
         told = torch.stack([loss, loss.new_tensor(stop), loss.new_tensor(saved)])
         dist.all_reduce(told)  # one message for all, so that all ranks leave the loop after the same step
         nats, num_stops, num_saved = told.tolist()
-        norm = float(clip_grad_norm_(self.model.parameters(), LARGEST_NORM))
+        norm = float(total_norm)
         if not math.isfinite(nats + norm):
             # Before the update: what a checkpoint holds stays finite, and can be gone on from.
             raise InputError(
@@ -131,6 +134,11 @@ class Trainer:
         if not self.config.steps and len(self._latest) == PLANNED_AFTER:
             self._plan()
         return StepFigures(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
+
+    def _gradients(self, micro_batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+        """Leave clipped gradients. Returns this rank's share of the loss in nats, and the norm before clipping."""
+        loss = self.passes.train(micro_batches, self.num_micro_batches)
+        return loss, clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
 
     def _plan(self) -> None:
         """Fix the number of steps to what fits into `minutes`; rank 0's clock decides for all.
@@ -215,6 +223,8 @@ def train(
     is no longer finite, and NotSaved if a checkpoint could not be written.
     """
     begun, every = trainer.done, trainer.config.every
+    if trace is not None and trainer.config.cuda_graph:
+        raise InputError("--trace records what Python does in a step, and a replay runs none; set cuda_graph = false")
     if trace == 0:
         trace = min(begun + 3, trainer.config.steps or begun + 3)
     with Saver(out, trainer.model, trainer.optimizer, trainer.corpus.digest, report, saved=begun) as saver:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from sherd import CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, SherdError, auto_shard
+from sherd import CommPolicy, CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, SherdError, auto_shard
 from sherd.api.auto_shard import described, shard_units
 from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
@@ -80,6 +80,8 @@ def _options(config: Config) -> dict[str, Any]:
         "reshard_after_forward": None if config.reshard else False,
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+        # A replay runs no Python, so nothing is compared in it.
+        "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error"),
     }
 
 

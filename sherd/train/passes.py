@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from sherd import FSDPModule, accumulate
+from sherd import FSDPModule, accumulate, capturable
+from sherd.comm.streams import aside, recorded
 from sherd.tensor.reduction_table import sum_dtype
+from sherd.train.config import InputError
 from sherd.train.data import Windows
 from sherd.train.mesh import RankGrid
 
-__all__ = ["Batch", "Passes", "cross_entropy", "running"]
+__all__ = ["Batch", "Compute", "Passes", "cross_entropy", "running"]
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [samples, context]
+Compute = Callable[[Iterable[Batch]], Sequence[Tensor]]  # leaves the gradients of micro-batches, and returns figures
 
 
 class Passes:
@@ -49,6 +52,38 @@ class Passes:
                     loss.backward()
                 total += loss.detach() / self.grid.axes.num_ranks
         return total
+
+    def replayed(self, compute: Compute, like: Iterable[Batch]) -> Compute:
+        """Returns `compute` as a graph that is replayed, for micro-batches `like` these, which leave no gradients here.
+
+        Gradients and figures are in the same tensors each time. The optimizer stays outside: it steps once the loss was
+        looked at, by a learning rate of the host. Raises InputError, in one line, if `compute` cannot be captured.
+        """
+        parameters, device = list(self.model.parameters()), self.device
+        own = [(inputs.to(device, copy=True), targets.to(device, copy=True)) for inputs, targets in like]
+
+        def attempt() -> None:
+            compute(own)
+            for each in parameters:
+                each.grad = None
+
+        with aside(device):
+            if not (report := capturable(self.model, attempt, warmup=2)):
+                why = "; ".join(map(str, report.problems))
+                raise InputError(f"cuda_graph = true, but a step cannot be captured: {why}")
+            replay = recorded(lambda: compute(own), device)
+        gradients = [each.grad for each in parameters]
+
+        def computed(micro_batches: Iterable[Batch]) -> Sequence[Tensor]:
+            for (inputs, targets), batch in zip(own, micro_batches, strict=True):
+                inputs.copy_(batch[0])
+                targets.copy_(batch[1])
+            figures = replay()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            return figures
+
+        return computed
 
     @torch.no_grad()
     def judge(self, windows: Windows, samples: int, num_windows: int | None = None) -> float:

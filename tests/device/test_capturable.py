@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import sherd
+import simdevice
 from tests.gpu.setting_model import batch
 from tests.gpu.setting_runs import mesh_of, sharded
 from tests.gpu.settings import Setting, legal
@@ -131,15 +133,6 @@ class AddsGradientsUp(Step):
             each.grad = each.grad.clone()
 
 
-class LacksAGradient(Step):
-    """Every second step does without the embedding's gradient."""
-
-    def finish(self) -> None:
-        if self.count % 2:
-            next(self.model.parameters()).grad = None
-        super().finish()
-
-
 class RunsAUnitOfTwo(Step):
     def backward(self) -> torch.Tensor:
         blocks = self.model.blocks
@@ -197,3 +190,29 @@ def test_all_ranks_are_told_of_one_that_waits_or_raises(sim_world):
     assert "(rank 1)" in first
     for text in sim_world(2).run(raising).values:
         assert "capturable: the step raised ValueError: no more data (rank 1)" in text
+
+
+# What the guard leaves out of a capture
+
+
+CAPTURING = "is_current_stream_capturing"
+
+
+def waits_by_step(captured: int) -> list[bool]:
+    """Returns for each of five steps whether the host waits in it, where the device says that step `captured` is
+    captured."""
+    step, module, found = Step(Setting(mesh=(2, 2), strategy="hsdp")), torch.get_device_module("sim"), []
+    for number in range(1, 6):
+        waits: list[str] = []
+        with mock.patch.object(module, CAPTURING, return_value=number == captured, create=True):
+            simdevice.on_host_wait(waits.append)
+            step()
+            simdevice.on_host_wait(None)
+        found.append(bool(waits))
+    return found
+
+
+def test_replicas_compare_their_values_after_the_capture_of_a_step_and_not_in_it(sim_world):
+    for captured, expected in ((0, [True, True, True, False, True]), (3, [True, True, False, True, True])):
+        for waits in sim_world(4).run(waits_by_step, captured).values:
+            assert waits == expected

@@ -94,6 +94,10 @@ def test_each_other_part_has_findings(part, tmp_path):
     if part == "compared with FSDP2":
         assert found["losses"][1] == "as FSDP2's"
         assert "FSDP2" in found["plain: step"][1]
+    if part == "capture":
+        for front_end in ("sherd", "wrapper"):
+            verdict, said = found[front_end]
+            assert (verdict, said.startswith("the step may be captured")) == ("ok", True), said
 
 
 # Limits

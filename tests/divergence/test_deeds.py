@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 
 import sherd
 from sherd import Owned
+from sherd.engine import watcher
 from sherd.errors import GradientError
-from sherd.guard import checker
+from sherd.guard import checker, deeds
 from tests.divergence.programs import batch, comm_errors, num_calls, sharded
 from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_processes
@@ -291,3 +293,15 @@ def test_a_schedule_is_compared_seldom_and_settled_steps_not_at_all():
     # Ranks compare before the first forward that follows step 1, 2, 4 and 8; the first two know nothing yet.
     assert [number for number in range(3, 12) if counts[number]] == [4, 8], counts
     assert counts[4] == 1, counts
+
+
+@on_processes(2)
+def test_steps_without_a_collective_between_them_do_not_pile_up():
+    model = sharded()
+    optimizer = optimizer_of(model, "")
+    model(batch()).square().mean().backward()
+    with mock.patch.object(deeds, "MOST_AT_ONCE", 20):
+        for _ in range(50):
+            optimizer.step()
+    assert max(len(each.pending) for each in watcher._listeners if isinstance(each, deeds.Deeds)) == 20
+    model(batch()).square().mean().backward()

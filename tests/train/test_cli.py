@@ -62,6 +62,7 @@ CHECK = [
     ([*TEXT, "absent.toml"], "cannot read the config absent.toml"),
     ([*TEXT, "--config", "run.yaml"], "the config run.yaml is YAML; give TOML, or JSON in a file that ends in .json"),
     ([*TEXT, "strategy=hfsdp"], "strategy = 'hfsdp' is for two axes, but the mesh dp=2 has no replicate"),
+    ([*TEXT, "cuda_graph=true", "device=cpu"], "cuda_graph = true needs CUDA, and this run is on cpu; leave it out"),
     ([*TEXT, "steps"], "'steps' is not an assignment"),
     ([*TEXT, "--out", "text.txt"], "text.txt is not an empty folder"),
     ([*TEXT, "--resume", "--config", "odd.json"], "unknown field run"),

@@ -57,6 +57,15 @@ def test_the_accelerator_is_taken_with_torchs_backend_for_it(machine):
         assert [default_ranks(on(asked)) for asked in ("auto", device, "cpu")] == [4, 4, 2]
 
 
+def test_graphs_are_refused_in_a_line_where_the_run_is_not_on_cuda(machine):
+    for device, asked, said in (("cuda", "cpu", "cpu"), ("xpu", "auto", "xpu"), (None, "auto", "cpu")):
+        machine(device, 4 if device else 0)
+        text = refusal(InputError, device_type, Config(device=asked, cuda_graph=True))
+        assert text == f"cuda_graph = true needs CUDA, and this run is on {said}; leave it out"
+    machine("cuda", 4)
+    assert device_type(Config(cuda_graph=True)) == "cuda"
+
+
 @pytest.mark.usefixtures("registered")
 def test_a_device_and_a_backend_from_outside_torch_are_taken_alike(machine):
     machine("other", 3, built=("gloo", "occl"))

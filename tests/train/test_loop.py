@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from sherd.tools.plan.files import TIMELINE, from_json
 from sherd.tools.simulate.timeline import Lane
-from sherd.train import loop
+from sherd.train import loop, parallel
 from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError
 from sherd.train.data import batch, tokens
@@ -35,6 +35,7 @@ from sherd.train.report import Report
 from sherd.train.saved import folder_in, newest
 from sherd.train.text import read_corpus
 from tests.support.comparing import assert_same, whole_params
+from tests.support.graphs import Graph
 from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import refusal
 
@@ -281,3 +282,66 @@ def test_a_step_that_is_recorded_changes_no_loss(world, text, tmp_path, num_rank
 def test_of_a_short_run_the_last_step_is_recorded(world, text, tmp_path):
     ((_, lines),) = world(1).run(recorded, [config(text, steps=2, every=0)], tmp_path, [0])[0]
     assert lines[0].startswith("step      2  recorded in")
+
+
+def replaying(configs, outs, resume=False):
+    """Of each run: the losses, and how often a graph was replayed."""
+    found = []
+    for config, out in zip(configs, outs, strict=True):
+        with Graph().for_trainers() as graph:
+            losses, _, _ = run(config, out, resume)
+            found.append((losses, graph.num_replays))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changed"),
+    [(2, {}), (2, {"reshard": False, "optimizer": "muon"}), (4, {"mesh": "dp=2,tp=2", "kv_heads": 2, "batch": 16})],
+    ids=str,
+)
+def test_replays_of_a_graph_have_the_losses_of_eager_steps(world, text, tmp_path, num_ranks, changed):
+    eager, replayed = (config(text, steps=5, cuda_graph=graph, **changed) for graph in (False, True))
+    folders = [tmp_path / "eager", tmp_path / "replayed"]
+    for (expected, none), (losses, num_replays) in world(num_ranks).run(replaying, [eager, replayed], folders):
+        assert losses == expected
+        assert (none, num_replays) == (0, 5)
+
+
+def test_a_run_that_is_resumed_replays_what_was_loaded(world, text, stopped, tmp_path):
+    whole, _, cut = stopped
+    shutil.copytree(cut, tmp_path / "cut")
+    ((losses, num_replays),) = world(2).run(replaying, [config(text, cuda_graph=True)], [tmp_path / "cut"], True)[0]
+    assert losses == {step: whole[step] for step in (4, 5, 6)}
+    assert num_replays == 3
+
+
+@on_processes(2)
+def test_a_load_leaves_the_shards_at_the_addresses_of_the_graph(text, tmp_path):
+    trainer = trainer_of(config(text, steps=2))
+    train(trainer, tmp_path, Report())
+    before = [each.to_local().data_ptr() for each in trainer.model.parameters()]
+    trainer.resume(newest(folder_in(tmp_path)))
+    assert [each.to_local().data_ptr() for each in trainer.model.parameters()] == before
+
+
+@on_processes(2)
+def test_what_no_graph_would_repeat_is_refused_before_the_first_step(text, tmp_path):
+    chosen = config(text, cuda_graph=True)
+
+    class Moving(Decoder):
+        """Has a buffer that each step puts elsewhere."""
+
+        def forward(self, tokens):
+            self.register_buffer("seen", torch.zeros(4096 * 2 ** len(KEPT)))
+            KEPT.append(self.seen)
+            return super().forward(tokens)
+
+    KEPT = []
+    with Graph().for_trainers() as graph, mock.patch.object(parallel, "Decoder", Moving):
+        said = refusal(InputError, trainer_of, chosen)
+        assert said.startswith("cuda_graph = true, but a step cannot be captured: address: buffer seen: at other")
+        assert "\n" not in said
+    with graph.for_trainers():
+        trainer = trainer_of(chosen)
+        assert refusal(InputError, train, trainer, tmp_path, Report(), trace=0).startswith("--trace records")
+    assert trainer.done == 0

@@ -1,5 +1,7 @@
 """`sherd.capturable` where there is no accelerator: what it sees without one, and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,24 @@ def test_bad_input_is_refused_in_one_line():
         assert "capturable" in str(raised.value)
     training.step()
     assert problems(training, training.step) == ()
+
+
+class Halving(torch.optim.SGD):
+    """Its rate is a number of the host, and half of it after each step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["lr"] /= 2
+
+
+@on_threads(2)
+def test_verify_equivalence_asks_it_of_the_sharded_model_where_it_is_told_to():
+    batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))]
+    for make, problems in ((torch.optim.SGD, []), (Halving, ["host value"])):
+        report = sherd.verify_equivalence(
+            partial(chain, 2, WIDTH), batches, optimizer=partial(make, lr=0.1), capture=True
+        )
+        assert report.ok, report
+        assert [each.kind for each in report.capture.problems] == problems
+        assert str(report.capture).splitlines()[0] in str(report)
+    assert sherd.verify_equivalence(partial(chain, 2, WIDTH), batches).capture is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,14 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sherd._torch import frames_from, is_users, local_tensor
+from sherd._torch import frames_from, is_users, local_tensor, users_line
 from sherd.comm import streams
 from sherd.comm.agreement import gathered_along
-from sherd.comm.streams import streams_for
-from sherd.engine import Runtime, Unit
-from sherd.errors import CommError, StateError, reason_of
+from sherd.engine import Runtime, ShardedParameter, Unit
+from sherd.errors import CommError, StateError, in_short, reason_of
 from sherd.memory.report import names_of, root_unit
-from sherd.memory.watch import held_by, held_by_optimizer, total
+from sherd.memory.watch import held_by, total
 from sherd.requirements import require_int
 from sherd.schedule.actions import Action, BeforeBackward, EndBackward, Event
 from sherd.schedule.moments import MemoryKind
@@ -45,12 +45,23 @@ REMEDIES = {
     "what the step reads from Python, and from memory that is not its own",
 }
 """By kind of problem, in the order of the report: what to do."""
+MOVED = "moved"
+"""The kind of a finding that is no problem: unsharded parameters of a unit move."""
+DIFFERS = {
+    "schedule": "{what} got a gradient in one of two steps only",
+    "address": "{what}: at other addresses than in the step before",
+    "allocation": "{more:,} bytes more are alive after each step",
+    "host value": "{what} was {before} and is {after}",
+    MOVED: "{what}",
+}
+"""By kind: a fact that differs between two steps, in words."""
 OFFLOADED = "CPUOffloadPolicy steps in host memory, for which the host waits: leave it out"
 COMPARED = "ranks compare what replicas hold, now and then: capture the next step, or CommPolicy(divergence='trust')"
 NUM_COMPARED = 2
 """Steps in which replays are compared with the eager steps."""
 TOLERANCE = 0.02
 """The largest difference between them, as a share of the change that the steps make."""
+PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ class CaptureProblem:
 
     def __str__(self) -> str:
         unit, where = self.unit and f" in unit {self.unit}", self.where and f", at {self.where}"
-        return f"{self.kind}{unit}: {self.what}{where} ({_on(self.ranks)})"
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        return f"{self.kind}{unit}: {self.what}{where} ({ranks})"
 
 
 @dataclass(frozen=True)
@@ -101,20 +113,15 @@ class CaptureReport:
         kinds = dict.fromkeys(each.kind for each in self.problems)
         lines = [*map(str, self.problems), *(f"for each {kind}: {REMEDIES[kind]}" for kind in kinds)]
         if not lines:
-            proof = (
-                "captured, and replays give the eager values" if self.is_replayed else f"as watched on {self.device}"
-            )
+            proof = f"as watched on {self.device}" + ("; captured, and replays give its values" * self.is_replayed)
             lines = [f"the step may be captured: {proof}"]
         if self.moved:
-            units = f"{self.moved[0]} and {len(self.moved) - 1} more" if self.moved[1:] else self.moved[0]
-            lines += [f"note: unsharded parameters move between steps ({units}); see CaptureReport.moved"]
+            lines += [
+                f"note: unsharded parameters move between steps ({in_short(self.moved)}); see CaptureReport.moved"
+            ]
         if self.device == "cpu":
             lines += ["note: a CPU shows no waits of the host, events and memory; ask again on an accelerator"]
         return "\n".join(lines)
-
-
-def _on(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def capturable(model: nn.Module, step: Callable[[], object], *, warmup: int = 5) -> CaptureReport:
@@ -125,14 +132,10 @@ def capturable(model: nn.Module, step: Callable[[], object], *, warmup: int = 5)
     it is; nothing that a step makes may be kept; units, gradients and numbers must be those of the step before.
 
         x, y = next(batches)                      # copy later batches into these
-        report = sherd.capturable(model, one_step)
-        print(report)
+        print(sherd.capturable(model, one_step))
 
-    The steps are real: they train the model. On CUDA, if nothing was found, a step is also captured
-    (`torch.cuda.graph`), and its replays are compared with eager steps; after that the model, its buffers and its
-    optimizers are as before.
-
-    All ranks must call this function, and all get the same report.
+    The steps are real: they train the model. On CUDA, if nothing was found, a step is also captured, and replays are
+    compared with eager steps; after that the model and its optimizers are as before. All ranks must make this call.
 
     Args:
         model: the root of the units, sharded by either front end.
@@ -160,49 +163,41 @@ def capturable(model: nn.Module, step: Callable[[], object], *, warmup: int = 5)
             for number in range(warmup + 2):
                 # After each step: a rank that goes on would wait in the next one for a rank whose step has raised.
                 _agreed(unit, partial(watch.make, step, number >= warmup))
-        found, moved = _agreed(unit, watch.compare)
-        report = CaptureReport(found, moved, device.type)
-        if report and device.type == "cuda":
-            trial = _Trial(model, step, watch.optimizers.values(), device)
+        found = _agreed(unit, watch.compare)
+        problems = tuple(each for each in found if each.kind != MOVED)
+        is_tried = not problems and device.type == "cuda"
+        if is_tried:
+            trial = _Trial(step, watch, device)
             # Only if all ranks have captured: the replay of one would wait for the others.
-            found, _ = _agreed(unit, trial.capture)
-            found = found or _agreed(unit, trial.replay)[0]
+            problems = _agreed(unit, trial.capture) or _agreed(unit, trial.replay)
             trial.restore()
-            report = replace(report, problems=found, is_replayed=not found)
-    return report
+    moved = dict.fromkeys(each.unit for each in found if each.kind == MOVED)
+    return CaptureReport(problems, tuple(moved), device.type, is_tried and not problems)
 
 
-Found = tuple[list[CaptureProblem], list[str]]
-
-
-def _agreed(unit: Unit, look: Callable[[], Found]) -> tuple[tuple[CaptureProblem, ...], tuple[str, ...]]:
-    """Returns what all ranks have found. Raises StateError on all ranks if the step raised on one."""
-    failure: Exception | None = None
-    found: Found = [], []
+def _agreed(unit: Unit, look: Callable[[], list[CaptureProblem]]) -> tuple[CaptureProblem, ...]:
+    """Returns what all ranks have found, by kind. Raises StateError on all ranks if `look` raised on one."""
+    rank, failure, why = torch.distributed.get_rank(), None, ""
+    found: list[CaptureProblem] = []
     try:
         found = look()
     except Exception as error:
-        failure = error
-    why = None if failure is None else f"{type(failure).__name__}: {reason_of(failure)}"
-    mesh = unit.mesh.mesh
-    mine = torch.distributed.get_rank(), why, found
-    told: list[tuple[int, str | None, Found]] = [mine]
+        failure, why = error, f"{type(error).__name__}: {reason_of(error)} (rank {rank})"
+    mesh, told = unit.mesh.mesh, [(rank, why, found)]
     try:
-        told = gathered_along(map(mesh.get_group, range(mesh.ndim)), mine, "what capturable has found")
+        told = gathered_along(map(mesh.get_group, range(mesh.ndim)), told[0], "what capturable has found")
     except CommError:
         if failure is None:
             raise
         # The other ranks are still in the step, and have been told by the guard.
-    raised = [f"{why} (rank {rank})" for rank, why, _ in told if why]
-    if raised:
+    if raised := [why for _, why, _ in told if why]:
         raise StateError(f"capturable: the step raised {raised[0]}") from failure
-    ranks: dict[CaptureProblem, list[int]] = {}
-    for rank, _, (problems, _) in told:
-        for each in problems:
-            ranks.setdefault(each, []).append(rank)
-    kinds = list(REMEDIES)
-    problems = sorted((replace(each, ranks=tuple(of)) for each, of in ranks.items()), key=lambda p: kinds.index(p.kind))
-    return tuple(problems), tuple(dict.fromkeys(name for _, _, (_, moved) in told for name in moved))
+    ranks = defaultdict[CaptureProblem, list[int]](list)
+    for rank, _, of_rank in told:
+        for each in of_rank:
+            ranks[each].append(rank)
+    kinds, everything = [*REMEDIES, MOVED], (replace(each, ranks=tuple(of)) for each, of in ranks.items())
+    return tuple(sorted(everything, key=lambda each: kinds.index(each.kind)))
 
 
 # The watch
@@ -210,131 +205,122 @@ def _agreed(unit: Unit, look: Callable[[], Found]) -> tuple[tuple[CaptureProblem
 
 @dataclass
 class _Step:
-    """The record of one step: its events, and the memory that is alive at its end."""
+    """The record of one step: its events and actions, each with its line, and what must be the same in the next step.
 
-    schedule: list[tuple[Event | Action, str]] = field(default_factory=list)
-    """Events and actions, each with the line that it comes from."""
-    lacking: set[str] = field(default_factory=set)
-    """Parameters without a gradient after a backward."""
-    unsharded: dict[int, set[int]] = field(default_factory=dict)
-    """Addresses of unsharded buffers, by unit."""
-    lasting: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
-    """Addresses of what stays from step to step, by unit and kind."""
-    nbytes: list[int] = field(default_factory=list)
-    """Bytes in use at the end: of each unit, and of the device."""
-    numbers: dict[str, object] = field(default_factory=dict)
-    """Values that an optimizer keeps in host memory, by name."""
+    `facts` are addresses and numbers, by the kind of problem that a difference is, unit, and name.
+    """
+
+    schedule: list[tuple[Event | Action | None, str]] = field(default_factory=list)
+    facts: defaultdict[tuple[str, str, str], set[float]] = field(default_factory=lambda: defaultdict(set))
 
 
 class _Watch:
     """Observes a model's schedule, its lanes, and the device's waits."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, device: torch.device) -> None:
-        self.optimizers: dict[int, Optimizer] = {}
         self._model, self._runtime, self._device = model, runtime, device
         self._names = names_of(model, runtime.units)
+        self._optimizers: dict[int, Optimizer] = {}
         self._problems: dict[tuple[str, str], CaptureProblem] = {}
         self._steps: list[_Step] = []
         self._step = _Step()
-        self._number = self._num_queued = self._first_queued = 0
         self._unit: int | None = None
         self._is_watching = False
+        self._num_queued = self._first_queued = 0
         self._queued: dict[str, int] = {}
         self._joined: dict[str, int] = {}
-        self._old_gradients: dict[int, torch.Tensor] = {}
+        self._gradients: list[tuple[str, nn.Parameter, torch.Tensor]] = []
+        """Those from before the step, until its backward."""
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
         """A context in which the watch sees what happens, for all steps: handoffs of an earlier one are known then."""
         with ExitStack() as seeing:
             seeing.enter_context(self._runtime.observed(self))
-            seeing.enter_context(streams_for(self._device).observed(self))
-            hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._see_optimizer(optimizer))
-            seeing.callback(hook.remove)
+            seeing.enter_context(streams.streams_for(self._device).observed(self))
             seeing.enter_context(_host_waits(self._device, self._host_waits))
+            seeing.callback(register_optimizer_step_pre_hook(lambda each, *_: self._see_optimizer(each)).remove)
             yield
 
-    def make(self, step: Callable[[], object], is_watched: bool) -> Found:
+    def make(self, step: Callable[[], object], is_watched: bool) -> list[CaptureProblem]:
         """Make a step. Problems are noted if it `is_watched`."""
-        self._is_watching = is_watched
-        try:
-            self._begin()
-            step()
-            self._end()
-        finally:
-            self._is_watching = False
-        return [], []
-
-    def compare(self) -> Found:
-        """Returns the problems of the last two steps, and the units whose unsharded parameters have moved."""
-        first, second = self._steps[-2:]
-        self._is_watching = True
-        self._compare(first, second)
-        moved = [name for at, name in enumerate(self._names) if first.unsharded.get(at) != second.unsharded.get(at)]
-        return list(self._problems.values()), moved
-
-    def _begin(self) -> None:
-        self._step, self._first_queued = _Step(), self._num_queued
+        self._step, self._first_queued, self._is_watching = _Step(), self._num_queued, is_watched
         self._queued.clear()
         self._joined.clear()
-        parameters = self._model.parameters() if self._is_watching else ()
-        self._old_gradients = {id(each): each.grad for each in parameters if each.grad is not None}
-
-    def _end(self) -> None:
-        for lane, last in self._queued.items():
-            if self._joined.get(lane, -1) < last:
-                self._note("outside event", f"the step ends, and has not waited for what its {lane} lane does")
-        self._old_gradients.clear()
-        # What only a circle of references keeps alive is not kept by the user.
-        gc.collect()
-        self._step.nbytes = [total(held_by(unit)) for unit in self._runtime.units]
-        if self._device.type != "cpu":
-            self._step.nbytes.append(torch.accelerator.memory_allocated(self._device))
-        for unit, name in zip(self._runtime.units, self._names, strict=True):
-            held = held_by(unit).items()
-            shards = frozenset(address for address, (kind, _) in held if kind is MemoryKind.SHARDS)
-            self._step.lasting[name, "shards"] = shards
-        for name, buffer in self._model.named_buffers():
-            self._step.lasting["", f"buffer {name}"] = frozenset({buffer.untyped_storage().data_ptr()})
-        for optimizer in self.optimizers.values():
-            self._look_at_optimizer(optimizer)
+        named = self._model.named_parameters() if is_watched else ()
+        self._gradients = [(name, each, each.grad) for name, each in named if each.grad is not None]
+        try:
+            step()
+            for lane, last in self._queued.items():
+                if self._joined.get(lane, -1) < last:
+                    self._note("outside event", f"the step ends, and has not waited for what its {lane} lane does")
+            self._gradients.clear()
+            self._look()
+        finally:
+            self._is_watching = False
         self._steps.append(self._step)
+        return []
+
+    def compare(self) -> list[CaptureProblem]:
+        """Returns the problems of the last two steps."""
+        first, second = self._steps[-2:]
+        self._is_watching = True
+        # A step that is shorter than the other ends where the other goes on.
+        for (one, line), (other, others) in zip_longest(first.schedule, second.schedule, fillvalue=(None, "")):
+            if one != other:
+                text = f"{self._in_words(other)} comes where {self._in_words(one)} came in the step before"
+                self._note("schedule", text, self._name_of(other or one), others or line)
+                break
+        for kind, unit, what in dict.fromkeys([*second.facts, *first.facts]):
+            before, after = (each.facts[kind, unit, what] for each in (first, second))
+            more = int(sum(after) - sum(before))
+            if before != after and (kind != "allocation" or more > 0):
+                values = {"before": _listed(before), "after": _listed(after), "more": more}
+                self._note(kind, DIFFERS[kind].format(what=what, **values), unit, "")
+        return list(self._problems.values())
 
     def _note(self, kind: str, what: str, unit: str | None = None, where: str | None = None) -> None:
         """Note a problem of the steps that are watched; one of a kind for each line."""
         if self._is_watching:
             at = ("" if self._unit is None else self._names[self._unit]) if unit is None else unit
-            where = _line(sys._getframe(1)) if where is None else where
+            where = _line(sys._getframe()) if where is None else where
             self._problems.setdefault((kind, where or what), CaptureProblem(kind, at, what, where))
+
+    def _name_of(self, what: Event | Action | None) -> str:
+        at = getattr(what, "unit", None)
+        return "" if at is None else self._names[at]
+
+    def _in_words(self, what: Event | Action | None) -> str:
+        unit = self._name_of(what)
+        return "the end" if what is None else type(what).__name__ + (unit and f" of {unit}")
 
     # The schedule
 
     def begins(self, event: Event) -> None:
         self._unit = getattr(event, "unit", None)
-        self._step.schedule.append((event, _line(sys._getframe(1))))
-        if type(event) is BeforeBackward and self._old_gradients:
+        self._step.schedule.append((event, _line(sys._getframe())))
+        if type(event) is BeforeBackward:
             # What the step has dropped by now is made again in memory of the graph. What is left is added to.
-            for name, parameter in self._model.named_parameters():
-                gradient = parameter.grad
-                if gradient is not None and gradient is self._old_gradients.get(id(parameter)):
-                    self._step.lasting["", f"gradient of {name}"] = frozenset({_local(gradient).data_ptr()})
-            self._old_gradients.clear()
+            for name, parameter, gradient in self._gradients:
+                if parameter.grad is gradient:
+                    self._step.facts["address", "", f"gradient of {name}"].add(_local(gradient).data_ptr())
+            self._gradients.clear()
 
     def perform(self, action: Action, perform: Callable[[], None]) -> None:
         before, self._unit = self._unit, action.unit
-        self._step.schedule.append((action, _line(sys._getframe(1))))
+        self._step.schedule.append((action, _line(sys._getframe())))
         perform()
         if self._is_watching:
-            held = held_by(self._runtime.units[action.unit]).items()
-            unsharded = {address for address, (kind, _) in held if kind is MemoryKind.UNSHARDED}
-            self._step.unsharded.setdefault(action.unit, set()).update(unsharded)
+            held, name = held_by(self._runtime.units[action.unit]), self._names[action.unit]
+            unsharded = (address for address, (kind, _) in held.items() if kind is MemoryKind.UNSHARDED)
+            self._step.facts[MOVED, name, name].update(unsharded)
         self._unit = before
 
     def ended(self, event: Event) -> None:
         self._unit = None
         if type(event) is EndBackward:
-            parameters = self._model.named_parameters()
-            self._step.lacking = {name for name, each in parameters if each.requires_grad and each.grad is None}
+            for name, each in self._model.named_parameters():
+                self._step.facts["schedule", "", name] = {each.grad is None}
 
     # Lanes and the host
 
@@ -354,92 +340,70 @@ class _Watch:
         self._note("outside event", "gathers follow the event of the step before (set_post_optim_event)")
 
     def _host_waits(self, cause: str) -> None:
-        unit = None if self._unit is None else self._runtime.units[self._unit]
-        where = _line(sys._getframe(1))
-        reason = OFFLOADED if (unit or self._runtime.root).place.is_elsewhere else ""
-        reason = COMPARED if where.startswith("sherd/guard/") else reason
+        unit = self._runtime.root if self._unit is None else self._runtime.units[self._unit]
+        where = _line(sys._getframe())
+        reason = COMPARED if where.startswith("sherd/guard/") else OFFLOADED if unit.place.is_elsewhere else ""
         self._note("host sync", f"the host waits for the device, {cause}" + (reason and f"; {reason}"), where=where)
 
-    # Optimizers
+    # What lasts
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         own = set(self._model.parameters())
         if any(each in own for group in optimizer.param_groups for each in group["params"]):
-            self.optimizers[id(optimizer)] = optimizer
+            self._optimizers[id(optimizer)] = optimizer
+            may_be = all(group.get("capturable", True) for group in optimizer.param_groups)
+            if self._device.type != "cpu" and not may_be:
+                what = f"{type(optimizer).__name__} counts its steps on the host: capturable=False"
+                self._note("host value", what, "", "")
 
-    def _look_at_optimizer(self, optimizer: Optimizer) -> None:
-        """Note where the state of `optimizer` is, and what it keeps on the host."""
-        kind, on_host = type(optimizer).__name__, self._device.type != "cpu"
-        by_unit = {unit.id: name for unit, name in zip(self._runtime.units, self._names, strict=True)}
-        for owner, held in held_by_optimizer(optimizer.state, self._device).items():
-            self._step.lasting["" if owner is None else by_unit.get(owner, ""), f"optimizer state of {kind}"] = (
-                frozenset(held)
-            )
-        for number, group in enumerate(optimizer.param_groups):
-            if on_host and group.get("capturable") is False:
-                self._note("host value", f"{kind} counts its steps on the host: capturable=False", "", "")
-            for key, value in group.items():
-                if isinstance(value, int | float):
-                    self._step.numbers[f"{key} of group {number} of {kind}"] = value
-        for state in optimizer.state.values() if on_host else ():
-            for key, value in state.items():
-                on_device = isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.ndim)
-                if not on_device and isinstance(value, int | float | torch.Tensor):
-                    self._step.numbers.setdefault(f"{key} in the state of {kind}", float(value))
+    def lasting(self) -> Iterator[tuple[str, str, object]]:
+        """Yields what lasts from step to step, with its unit and a name: shards, buffers, what optimizers keep."""
+        for name, unit in zip(self._names, self._runtime.units, strict=True):
+            yield from ((name, "shards", each) for each in unit.shards.optimizer_params)
+        others = ((name, each) for name, each in self._model.named_parameters() if ShardedParameter.of(each) is None)
+        yield from (("", name, each) for name, each in others)
+        yield from (("", f"buffer {name}", each) for name, each in self._model.named_buffers())
+        for optimizer in self._optimizers.values():
+            kind = type(optimizer).__name__
+            for number, group in enumerate(optimizer.param_groups):
+                yield from (("", f"{key} of group {number} of {kind}", each) for key, each in group.items())
+            for state in optimizer.state.values():
+                yield from (("", f"{key} in the state of {kind}", each) for key, each in state.items())
 
-    # The comparison
+    def _look(self) -> None:
+        """Note at the end of a step what must be the same after the next one."""
+        # What only a circle of references keeps alive is not kept by the user.
+        gc.collect()
+        facts, device = self._step.facts, self._device.type
+        for unit, what, each in self.lasting():
+            if isinstance(each, torch.Tensor) and (each.ndim or each.device.type == device):
+                facts["address", unit, what].add(_local(each).data_ptr())
+            elif isinstance(each, torch.Tensor | int | float):
+                facts["host value", unit, what].add(float(each))
+        for name, of in zip(self._names, self._runtime.units, strict=True):
+            facts["allocation", name, ""].add(total(held_by(of)))
+        if device != "cpu":
+            facts["allocation", "", ""].add(torch.accelerator.memory_allocated(self._device))
 
-    def _compare(self, first: _Step, second: _Step) -> None:
-        """Note what differs between two steps."""
-        # A step that is shorter than the other ends where the other goes on.
-        for one, other in zip_longest(first.schedule, second.schedule, fillvalue=(None, "")):
-            if one[0] != other[0]:
-                text = f"{self._in_words(other[0])} comes where {self._in_words(one[0])} came in the step before"
-                at = getattr(other[0] or one[0], "unit", None)
-                self._note("schedule", text, "" if at is None else self._names[at], other[1] or one[1])
-                break
-        for name in sorted(first.lacking ^ second.lacking):
-            self._note("schedule", f"{name} got a gradient in one of two steps only", "", "")
-        for key in first.lasting.keys() | second.lasting.keys():
-            if first.lasting.get(key) != second.lasting.get(key):
-                unit, kind = key
-                self._note("address", f"{kind}: at other addresses than in the step before", unit, "")
-        for before, after, name in zip(first.nbytes, second.nbytes, [*self._names, ""], strict=False):
-            if after > before:
-                self._note("allocation", f"{after - before:,} bytes more are alive after each step", name, "")
-                break
-        for number, value in second.numbers.items():
-            if number in first.numbers and first.numbers[number] != value:
-                self._note("host value", f"{number} was {first.numbers[number]:g} and is {value:g}", "", "")
 
-    def _in_words(self, what: Event | Action | None) -> str:
-        at = getattr(what, "unit", None)
-        return "the end" if what is None else type(what).__name__ + ("" if at is None else f" of {self._names[at]}")
+def _listed(numbers: set[float]) -> str:
+    return ", ".join(f"{each:g}" for each in sorted(numbers))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-_PASSED_OVER = {__file__, streams.__file__, warnings.__file__}
-
-
-def _line(frame: FrameType | None) -> str:
+def _line(frame: FrameType) -> str:
     """Returns the innermost line that is not torch's, and the user's line that has led there, if that is another."""
-    frames = [each for each in frames_from(frame) if each.f_code.co_filename not in _PASSED_OVER]
-    package = str(Path(__file__).parents[2])
-    own: FrameType | None = None
-    for each in frames:
+    for each in frames_from(frame):
+        file, number = each.f_code.co_filename, each.f_lineno
         if is_users(each):
-            users = f"{each.f_code.co_filename}:{each.f_lineno}"
-            return users if own is None else f"{_shown(own)}, called from {users}"
-        if own is None and each.f_code.co_filename.startswith(package):
-            own = each
-    return "" if own is None else _shown(own)
-
-
-def _shown(frame: FrameType) -> str:
-    return f"sherd/{Path(frame.f_code.co_filename).relative_to(Path(__file__).parents[2])}:{frame.f_lineno}"
+            return f"{file}:{number}"
+        if file.startswith(str(PACKAGE)) and file not in (__file__, streams.__file__):
+            users = users_line(each)
+            return f"sherd/{Path(file).relative_to(PACKAGE)}:{number}" + (users and f", called from {users}")
+    return ""
 
 
 @contextmanager
@@ -448,9 +412,9 @@ def _host_waits(device: torch.device, notice: Callable[[str], None]) -> Iterator
 
     CUDA warns of a wait. The module of another device may have `on_host_wait(function)`.
     """
-    if device.type == "cuda":
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
+    with ExitStack() as hearing:
+        if device.type == "cuda":
+            hearing.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
             show = warnings.showwarning
 
@@ -461,36 +425,23 @@ def _host_waits(device: torch.device, notice: Callable[[str], None]) -> Iterator
                     show(message, *where, **more)
 
             warnings.showwarning = heard
+            hearing.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-        return
-    tell = None if device.type == "cpu" else getattr(torch.get_device_module(device), "on_host_wait", None)
-    with ExitStack() as hearing:
-        if tell is not None:
+        elif (tell := getattr(torch.get_device_module(device), "on_host_wait", None)) is not None:
             tell(notice)
             hearing.callback(tell, None)
         yield
 
 
-# Capture
-
-
 class _Trial:
-    """Eager steps and replays of the same step, from one state, which `restore` brings back."""
+    """Eager steps and replays of the same step, from one state of what lasts, which `restore` brings back."""
 
-    def __init__(
-        self, model: nn.Module, step: Callable[[], object], optimizers: Iterable[Optimizer], device: torch.device
-    ) -> None:
+    def __init__(self, step: Callable[[], object], watch: _Watch, device: torch.device) -> None:
         self._step, self._device = step, device
-        self._tensors = dict(_written_by_steps(model, optimizers))
+        self._lasting = [(what, _local(each)) for _, what, each in watch.lasting() if isinstance(each, torch.Tensor)]
         self._random, self._before = torch.cuda.get_rng_state(device), self._values()
-        self._eager: dict[str, torch.Tensor] = {}
-        self._replay: Callable[[], None] = _no_replay
 
-    def capture(self) -> Found:
+    def capture(self) -> list[CaptureProblem]:
         """Make the eager steps, and capture one."""
         for _ in range(NUM_COMPARED):
             self._step()
@@ -499,40 +450,27 @@ class _Trial:
         try:
             self._replay = streams.recorded(self._step, self._device)
         except RuntimeError as error:
-            return [CaptureProblem("capture", "", reason_of(error))], []
-        return [], []
+            return [CaptureProblem("capture", "", reason_of(error))]
+        return []
 
-    def replay(self) -> Found:
+    def replay(self) -> list[CaptureProblem]:
         """Replay as many steps, and compare."""
         for _ in range(NUM_COMPARED):
             self._replay()
-        problems = []
-        for name, found in self._values().items():
-            change = (self._eager[name].double() - self._before[name].double()).norm()
-            if not (found.double() - self._eager[name].double()).norm() <= TOLERANCE * change:
-                problems.append(CaptureProblem("capture", "", f"replays give {name} another value than eager steps"))
-        return problems, []
+        names, values = [what for what, _ in self._lasting], (self._before, self._eager, self._values())
+        wrong = [what for what, *of_tensor in zip(names, *values, strict=True) if not _is_near(*of_tensor)]
+        return [CaptureProblem("capture", "", f"replays give {what} another value than eager steps") for what in wrong]
 
     @torch.no_grad()
     def restore(self) -> None:
         torch.cuda.set_rng_state(self._random, self._device)
-        for name, each in self._tensors.items():
-            each.copy_(self._before[name])
+        for (_, each), value in zip(self._lasting, self._before, strict=True):
+            each.copy_(value)
 
-    def _values(self) -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in self._tensors.items()}
-
-
-def _no_replay() -> None:
-    raise AssertionError("a replay comes after its capture")
+    def _values(self) -> list[torch.Tensor]:
+        return [each.clone() for _, each in self._lasting]
 
 
-def _written_by_steps(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what a step writes, by name: parameters, buffers, the state of optimizers."""
-    named: list[tuple[str, object]] = [*model.named_parameters(), *model.named_buffers()]
-    for optimizer in optimizers:
-        for number, state in enumerate(optimizer.state.values()):
-            named += [(f"{key} of optimizer state {number}", each) for key, each in state.items()]
-    for name, tensor in named:
-        if isinstance(tensor, torch.Tensor):
-            yield name, _local(tensor)
+def _is_near(before: torch.Tensor, eager: torch.Tensor, found: torch.Tensor) -> bool:
+    change, difference = (each.double() - eager.double() for each in (before, found))
+    return bool(difference.norm() <= TOLERANCE * change.norm())

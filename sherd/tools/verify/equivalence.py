@@ -24,6 +24,7 @@ from sherd.engine import Unit
 from sherd.errors import PolicyError, SherdError, StateError
 from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
 from sherd.tensor.structures import map_tensors, tensors_in
+from sherd.tools.verify.capture import CaptureReport, capturable
 from sherd.tools.verify.report import KINDS, Difference, EquivalenceReport, difference
 from sherd.tools.verify.training import (
     EVERY_PART,
@@ -90,6 +91,7 @@ def verify_equivalence(
     margin: float = 4.0,
     reference: str | Path | None = None,
     save_reference: str | Path | None = None,
+    capture: bool = False,
 ) -> EquivalenceReport:
     """Train a sharded model together with the plain model, and report the first tensors that differ beyond rounding.
 
@@ -130,6 +132,8 @@ def verify_equivalence(
         margin: see above.
         reference: a file to compare with instead of training the plain model.
         save_reference: a file to which rank 0 writes the plain training.
+        capture: after steps without a difference, also ask `capturable` whether a step of the sharded model, on the
+            last batch, may be captured as a graph: `EquivalenceReport.capture`.
 
     Returns:
         The report, the same on all ranks.
@@ -165,7 +169,9 @@ def verify_equivalence(
                 break
         if save_reference:
             _agreed("save_reference", lambda: save(Path(save_reference), made_with, kept) if kept else None)
-        return comparison.report(f"the file {reference}" if reference else "the plain model on rank 0")
+        is_asked = capture and not comparison.differences
+        captured = capturable(model, training.bare_step(pieces[-1])) if is_asked else None
+        return comparison.report(f"the file {reference}" if reference else "the plain model on rank 0", captured)
 
 
 @dataclass(frozen=True)
@@ -255,12 +261,12 @@ class _Comparison:
                 return
             yield from received
 
-    def report(self, against: str) -> EquivalenceReport:
+    def report(self, against: str, captured: CaptureReport | None) -> EquivalenceReport:
         setting = (
             f"{dist.get_world_size()} ranks, {self._place.parts} part(s) of each batch, against {against}; numbers of "
             f"the coarsest dtype are {self._place.eps:.2g} apart"
         )
-        return EquivalenceReport(tuple(self.differences), self._closest, self._counts, self._steps, setting)
+        return EquivalenceReport(tuple(self.differences), self._closest, self._counts, self._steps, setting, captured)
 
 
 def _checked(

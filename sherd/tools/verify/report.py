@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sherd.errors import EquivalenceError
+from sherd.tools.verify.capture import CaptureReport
 from sherd.tools.verify.training import Key, distances
 
 __all__ = ["Difference", "EquivalenceReport"]
@@ -78,6 +79,7 @@ class EquivalenceReport:
         counts: by kind, the number of compared tensors, over all ranks and steps.
         steps: the number of compared steps.
         setting: what was compared, in words.
+        capture: what `capturable` says of a step of the sharded model, where `verify_equivalence` was asked to ask it.
     """
 
     differences: tuple[Difference, ...]
@@ -85,6 +87,7 @@ class EquivalenceReport:
     counts: Mapping[str, int]
     steps: int
     setting: str
+    capture: CaptureReport | None = None
 
     @property
     def ok(self) -> bool:
@@ -112,6 +115,7 @@ class EquivalenceReport:
             share = f"{at.share:.0%}" if at.share < 10 else ">10x"
             figures = f"{self.counts[kind]:>6}  {at.absolute:7.1e}  {at.allowed:7.1e}  {share:>5}"
             lines.append(f"  {kind:20} {figures}  {at.name}, step {at.step}, rank {at.rank}")
+        lines += [f"  {line}" for line in str(self.capture).splitlines()] if self.capture is not None else []
         return "\n".join(lines)
 
 

@@ -148,6 +148,18 @@ class ComparedTraining:
         self._optimizer.zero_grad()
         return {Key(UPDATED, name): value for name, (value, _) in whole_parameters(self._model).items()}
 
+    def bare_step(self, parts: Mapping[int, object]) -> Callable[[], None]:
+        """Returns a function that makes a step on this training's part of `parts`, and shows nothing."""
+        own = [map_tensors(lambda each: each.detach().to(self._recipe.device), parts[part]) for part in self._own]
+
+        def step() -> None:
+            for batch in own:
+                (self._recipe.loss(self._model, batch) / len(own)).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        return step
+
     def _forward_and_backward(self, number: int, part: int, batch: object) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the outputs of the watched modules, and the loss."""
         disturb = self._disturbance
