@@ -15,11 +15,12 @@ using Clock = std::vector<uint64_t>;
 /// Raises every entry of `into` to that of `from`.
 void merge(Clock& into, const Clock& from);
 
-/// The bytes from `begin` up to `end`, read or written.
+/// The bytes from `begin` up to `end`, read or written: all of them, or `bytes` that lie among them.
 struct Access {
   char* begin;
   char* end;
   bool write;
+  size_t bytes = 0;
 };
 using Accesses = std::vector<Access>;
 

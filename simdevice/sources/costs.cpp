@@ -89,7 +89,7 @@ Cost cost_of(const Signature& signature, const Values& arguments, const Accesses
   const std::string_view name = signature.name;
   const Kind kind = kind_of(name);
   double read = 0, written = 0;
-  for (const Access& each : accesses) (each.write ? written : read) += static_cast<double>(each.end - each.begin);
+  for (const Access& each : accesses) (each.write ? written : read) += static_cast<double>(each.bytes);
   // What an operator changes in place it also reads.
   const bool fills = begins(name, "fill_") || begins(name, "zero_") || kind == Kind::copy || !signature.generators.empty();
   if (signature.returns_arguments && signature.outs.empty() && !fills) written *= 2;

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
+
 namespace sim {
 
 Access bytes_of(const at::Tensor& tensor, bool write) {
@@ -9,7 +11,8 @@ Access bytes_of(const at::Tensor& tensor, bool write) {
   for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
   const auto item = static_cast<int64_t>(tensor.element_size());
   char* const begin = static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * item;
-  return {begin, begin + (last + 1) * item, write};
+  const int64_t range = (last + 1) * item;
+  return {begin, begin + range, write, static_cast<size_t>(std::min<int64_t>(range, tensor.nbytes()))};
 }
 
 void access_of(const at::Tensor& tensor, bool write, Accesses& into) {
