@@ -1,8 +1,8 @@
 """Published trainings with FSDP2, eager, played on the clock of the simulated device by torch's own FSDP2.
 
-    python -m bench.device.played                     # all of bench/published.toml; writes docs/data and the page
-    python -m bench.device.played titan-8b-x8         # prints rows by id
-    python -m bench.device.played --render            # writes the page from docs/data/played.csv
+    python -m bench.device.played                     # all rows; writes docs/data/played.csv and the page
+    python -m bench.device.played titan-8b-x8         # plays rows by id alone, and keeps the others as they were
+    python -m bench.device.played --render            # writes the page from the data
 
 No time of it was measured here: kernels, copies, collectives and the host last what the machine's record says. The
 model is transformers', its layers are units, nothing is computed and the other ranks are imagined.
@@ -36,6 +36,7 @@ from ..table import markdown
 from .simulated import PYTHON
 
 TABLE, PAGE = DOCS / "data/played.csv", DOCS / "understand/predictions.md"
+NOT_YET = "not played yet"
 STEPS = 2
 """The second one counts: the first one makes the optimizer's state."""
 
@@ -226,21 +227,20 @@ def _percent(error: str | float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.device.played", description=__doc__)
-    parser.add_argument("ids", nargs="*", help="rows to print")
+    parser.add_argument("ids", nargs="*", help="rows to play")
     parser.add_argument("--render", action="store_true", help="play nothing, write the page")
     chosen = parser.parse_args(arguments)
     tree = read_tree(str(DATA))
     rows = {row.id: row for row in read_rows(tree) if row.sharding == "FSDP2"}
-    if chosen.render:
-        lines = read_csv(TABLE)[1:]
-    else:
-        lines = []
-        for id in chosen.ids or rows:
-            lines.append(in_a_process(partial(played_line, tree, rows[id])))
-            print(",".join(lines[-1]), file=sys.stderr, flush=True)
-    if not chosen.ids:
-        TABLE.write_text(as_csv([HEAD, *lines]))
-        PAGE.write_text(written(PAGE.read_text(), {"played": section(rows, lines)}))
+    known = {line[0]: line for line in read_csv(TABLE)[1:]} if TABLE.exists() else {}
+    for id in () if chosen.render else chosen.ids or rows:
+        known[id] = in_a_process(partial(played_line, tree, rows[id]))
+        print(",".join(known[id]), file=sys.stderr, flush=True)
+    lines = []
+    for id, row in rows.items():
+        lines.append(known.get(id) or line_of(row, None, reason_not_to_play(row) or NOT_YET))
+    TABLE.write_text(as_csv([HEAD, *lines]))
+    PAGE.write_text(written(PAGE.read_text(), {"played": section(rows, lines)}))
     return 0
 
 
