@@ -141,6 +141,28 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class ExpertsBlock(nn.Module):
+    """A Llama layer with experts in three weights. Each expert picks its tokens, so that shapes are known before."""
+
+    def __init__(self, width: int, hidden: int, num_heads: int, num_experts: int, experts_per_token: int) -> None:
+        super().__init__()
+        self.experts_per_token = experts_per_token
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.gate, self.up = (nn.Parameter(torch.randn(num_experts, width, hidden) / width**0.5) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(num_experts, hidden, width) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x).flatten(0, -2)
+        scores = self.router(y).softmax(-1).t()
+        weights, chosen = scores.topk(len(y) * self.experts_per_token // len(scores))
+        picked = y[chosen]
+        found = torch.bmm(F.silu(picked @ self.gate) * (picked @ self.up), self.down) * weights.unsqueeze(-1)
+        return x + torch.zeros_like(y).index_add(0, chosen.flatten(), found.flatten(0, 1)).view_as(x)
+
+
 def gpt(num_rows: int, num_tokens: int, num_blocks: int = 12) -> Workload:
     """At 12 blocks 42 M parameters, 160 MiB in fp32; batches of `num_rows` x `num_tokens` tokens a rank."""
 

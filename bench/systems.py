@@ -26,7 +26,7 @@ Placement = Shard | sherd.Flat | sherd.Blocks | sherd.Owned
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A name for the table's column, and how a plain model becomes data parallel over a 1-D mesh.
+    """A name for the table's column, and how a plain model becomes data parallel over a mesh.
 
     `only_on`: the one kind of real group that it is measured on, "gloo" ranks on the CPU or an "accelerator".
     `finish`: what becomes of the optimizer over the model's parameters.
@@ -48,7 +48,7 @@ def _ddp(model: Model, mesh: DeviceMesh) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
-    """torch's `FullyShardedDataParallel` on the blocks and on the root, or ours, told the same."""
+    """torch's `FullyShardedDataParallel` on the blocks and on the root, or ours, told the same; HSDP over two axes."""
 
     is_ours: bool
     use_orig_params: bool
@@ -60,9 +60,10 @@ class _Wrapper:
         library = sherd if self.is_ours else torch_fsdp
         policy = sherd.wrap.CustomPolicy if self.is_ours else CustomPolicy
         precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        hybrid = {"device_mesh": mesh, "sharding_strategy": library.ShardingStrategy.HYBRID_SHARD}
         return library.FullyShardedDataParallel(
             model,
-            process_group=mesh.get_group(),
+            **(hybrid if mesh.ndim == 2 else {"process_group": mesh.get_group()}),
             auto_wrap_policy=policy(lambda module: module in units),
             device_id=device_of(mesh),
             use_orig_params=self.use_orig_params,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..models import LanguageModel, LlamaBlock, Model
+from ..models import ExpertsBlock, LanguageModel, LlamaBlock, Model
 from ..systems import (
     FLAT,
     FSDP1,
@@ -24,7 +24,10 @@ from ..systems import (
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Llama blocks on one row of tokens, without rotary embedding and grouped keys."""
+    """Llama blocks on one row of tokens, without rotary embedding and grouped keys.
+
+    `num_experts`: a block has that many feed-forwards, and a token goes to `experts_per_token` of them on average.
+    """
 
     name: str
     num_layers: int
@@ -33,6 +36,8 @@ class Stack:
     num_heads: int
     vocab: int
     num_tokens: int
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def title(self) -> str:
@@ -42,10 +47,13 @@ class Stack:
     def on(self, device: torch.device, dtype: torch.dtype) -> Model:
         """Built where it will be sharded: in host memory it would take minutes."""
         with torch.device(device):
-            blocks: list[nn.Module] = [
-                LlamaBlock(self.width, self.hidden, self.num_heads).to(dtype) for _ in range(self.num_layers)
-            ]
+            blocks: list[nn.Module] = [self._block().to(dtype) for _ in range(self.num_layers)]
             return LanguageModel(self.vocab, self.width, blocks, nn.RMSNorm).to(dtype)
+
+    def _block(self) -> nn.Module:
+        if not self.num_experts:
+            return LlamaBlock(self.width, self.hidden, self.num_heads)
+        return ExpertsBlock(self.width, self.hidden, self.num_heads, self.num_experts, self.experts_per_token)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
         """One row of random tokens and the row of their successors, on the host."""

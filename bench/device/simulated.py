@@ -13,46 +13,62 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ranks import Conditions
-from ..systems import FLAT, FSDP1, FSDP2, SHERD, WRAPPER, System
+from ..systems import DDP, FLAT, FSDP1, FSDP2, MEGATRON, SHERD, WRAPPER, System
 from ..table import RIVALS, Aim, Figure, Row
-from .cases import CASES, PLAIN, Case, Stack
+from .cases import CASES, LARGE, PLAIN, Case, Stack
 from .training import Training
 
 MACHINE = "h100"
-PYTHON = 0.1e-6
-"""Seconds of the host for each call of a Python function or of a builtin: a guess, that no machine has confirmed."""
+PYTHON = 0.5e-6
+"""Seconds of the host for each call of a Python function, or of C from Python: what systems' host times on one H200
+differ by for each call (`bench/device/host_calls.py`). The middle half of the pairs goes from below 0 to 0.9 us."""
 STEPS = 3
 """The last one is shown: the first ones meet the order of units."""
-SYSTEMS = (FSDP1, FSDP2, SHERD, FLAT, WRAPPER)
+SYSTEMS = (FSDP1, FSDP2, MEGATRON, SHERD, FLAT, WRAPPER)
 
 LLAMA_8B = Stack("8 B", num_layers=32, width=4096, hidden=14336, num_heads=32, vocab=128256, num_tokens=8192)
 LLAMA_70B = Stack("70 B", num_layers=80, width=8192, hidden=28672, num_heads=64, vocab=128256, num_tokens=8192)
+EXPERTS = Stack(*("47 B", 32, 4096, 14336, 32, 32000, 8192), num_experts=8, experts_per_token=2)
+"""As large as Mixtral 8 x 7 B."""
 SMALL = Stack("small", num_layers=48, width=256, hidden=704, num_heads=4, vocab=4096, num_tokens=256)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One case of training one stack on a number of ranks."""
+    """One case of training one stack on a number of ranks, in `num_replicas` groups that shard."""
 
     stack: Stack
     num_ranks: int
     case: Case = PLAIN
+    num_replicas: int = 1
+    systems: tuple[System, ...] = SYSTEMS
 
     @property
     def title(self) -> str:
         """As its rows are called."""
-        return f"{self.stack.name}, {self.num_ranks} ranks, {self.case.name}"
+        replicas = f"{self.num_replicas} x " if self.num_replicas > 1 else ""
+        return f"{self.stack.name}, {replicas}{self.num_ranks // self.num_replicas} ranks, {self.case.name}"
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks, imagined; of two axes where there are replicas."""
+        if self.num_replicas == 1:
+            return init_device_mesh("sim", (self.num_ranks,))
+        shape = (self.num_replicas, self.num_ranks // self.num_replicas)
+        return init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard"))
 
 
+QUICK = (Setting(SMALL, 8, systems=(DDP, *SYSTEMS)),)
 SETTINGS = (
-    *(Setting(LLAMA_8B, 8, CASES[name]) for name in ("plain", "recompute", "mixed", "accumulate", "offload")),
+    *(Setting(LLAMA_8B, 8, CASES[name]) for name in ("plain", "recompute", "mixed", "accumulate")),
+    Setting(LARGE, 8, CASES["offload"]),  # whose shards are in this machine's memory
+    Setting(LLAMA_8B, 32, num_replicas=4),
     Setting(LLAMA_70B, 64, CASES["recompute"]),
-    Setting(SMALL, 8),
+    Setting(EXPERTS, 8, CASES["recompute"]),
+    *QUICK,
 )
-QUICK = (Setting(SMALL, 8),)
 AIMS = {
     ("8 B", "step"): 0.98,
     ("8 B", "exposed communication"): 0.7,
@@ -81,7 +97,7 @@ def measure(conditions: Conditions) -> Figure:
         if conditions.cases and setting.case.name not in conditions.cases:
             continue
         results = []
-        for system in SYSTEMS:
+        for system in setting.systems:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 try:
                     results.append(pool.submit(simulated, system, setting).result())
@@ -106,7 +122,7 @@ def simulated(system: System, setting: Setting) -> Found:
     record = {**machines.read(MACHINE), "python": PYTHON}
     simdevice.configure(machine=record, compute=False, races="off")
     simdevice.imagine_ranks(setting.num_ranks)
-    training = Training(system, setting.case, setting.stack, init_device_mesh("sim", (setting.num_ranks,)))
+    training = Training(system, setting.case, setting.stack, setting.mesh())
     for number in range(STEPS):
         batches = training.batches(number)
         torch.accelerator.synchronize()

@@ -15,7 +15,7 @@ using Clock = std::vector<uint64_t>;
 /// Raises every entry of `into` to that of `from`.
 void merge(Clock& into, const Clock& from);
 
-/// The bytes from `begin` up to `end`, read or written.
+/// The bytes from `begin` up to `end`, read or written: all of them, or `bytes` that lie among them.
 struct Access {
   char* begin;
   char* end;

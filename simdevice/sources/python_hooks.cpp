@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "streams.h"
+#include "uncharged.h"
 
 namespace sim {
 
@@ -30,9 +31,13 @@ const char* label_from(Hook<std::string()>& hook) {
 }
 
 static std::atomic<bool> counting{false};
+static thread_local bool is_uncounted = false;
+
+Uncounted::Uncounted() { is_uncounted = true; }
+Uncounted::~Uncounted() { is_uncounted = false; }
 
 static int count_call(PyObject*, PyFrameObject*, int what, PyObject*) {
-  if (what == PyTrace_CALL || what == PyTrace_C_CALL) count_python_call();
+  if (!is_uncounted && (what == PyTrace_CALL || what == PyTrace_C_CALL)) count_python_call();
   return 0;
 }
 

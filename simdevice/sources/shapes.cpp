@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "fallback.h"
+#include "uncharged.h"
 
 namespace sim {
 
@@ -162,6 +163,7 @@ std::optional<Values> ask_meta_kernel(const c10::OperatorHandle& op, const Signa
   Values outs;
   for (const size_t i : signature.outs) outs.push_back(stack[i]);
   try {
+    const Uncounted uncounted;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const std::exception&) {
     return std::nullopt;  // a shape that follows from values; or an error, which the kernel will raise too

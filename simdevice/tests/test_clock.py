@@ -208,6 +208,50 @@ def test_attention_takes_its_flop_and_half_of_them_where_it_is_causal():
     assert taken[True] == pytest.approx(3.5 * flops / 2e6 + 2)
 
 
+@pytest.mark.usefixtures("device")
+def test_what_is_one_kernel_on_a_gpu_is_launched_once():
+    simdevice.configure(machine=MACHINE, compute=False)
+    many = [torch.ones(1000, device="sim") for _ in range(40)]
+    simdevice.reset_times()
+    torch._foreach_add_(many, 1.0)
+    assert (simdevice.times().host, simdevice.times().end) == (2, pytest.approx(2 + 1 + 40 * 2 * 4000 / 1e6))
+    x = torch.ones(64, 1000, device="sim", requires_grad=True)
+    norm = nn.RMSNorm(1000, device="sim")
+    simdevice.reset_times()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
+    norm(x).backward(torch.ones_like(x))
+    assert [name for name, *_ in spans()].count("_fused_rms_norm") == 1
+    assert [name for name, *_ in spans()].count("_fused_rms_norm_backward") == 2
+    assert (x.grad.shape, norm.weight.grad.shape) == (x.shape, (1000,))
+    # Its result, the gradient of that, and the two of the inputs; nothing of a norm's inner steps.
+    assert torch.accelerator.memory_stats()["requested_bytes.all.peak"] - before < 3.1 * x.nbytes
+
+
+def test_an_rms_norm_that_computes_is_torchs(x):
+    norm = nn.RMSNorm(1000, device="sim")
+    given = torch.randn(4, 1000)
+    on_device = given.to("sim").requires_grad_()
+    norm(on_device).sum().backward()
+    expected = given.requires_grad_()
+    nn.functional.rms_norm(expected, (1000,), torch.ones(1000)).sum().backward()
+    torch.testing.assert_close(on_device.grad.cpu(), expected.grad)
+
+
+def test_a_strided_view_moves_its_own_bytes(x):
+    x[:, :10].fill_(1)
+    (task,) = simdevice.trace()
+    assert task.end - task.start == pytest.approx(1 + 4 * 1000 * 10 / 1e6)
+
+
+def test_meta_kernels_in_python_are_not_the_hosts_calls(x):
+    simdevice.configure(machine={**MACHINE, "python": 1.0 * US})
+    simdevice.times()
+    before = simdevice.times().host
+    torch.addcmul(x, x, x, value=0.123)  # seen for the first time: its shapes are asked of a meta kernel
+    assert simdevice.times().host - before < 2 + 20
+
+
 def test_the_host_takes_time_for_python_calls_and_for_what_it_is_said_to_do(x):
     simdevice.configure(machine={**MACHINE, "python": 1.0 * US})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import simdevice
+from bench.device import played
 from bench.device.cases import SMALLER
+from bench.pages import read_csv
+from bench.published import DATA, read_rows
 from bench.systems import FSDP2, SHERD, System
 from sherd.tools.simulate.cluster import read_cluster
+from sherd.train.config import read_tree
 from simdevice import machines
 
 
@@ -65,3 +70,11 @@ def test_the_machines_of_the_device_are_those_of_the_clusters():
             its = getattr(cluster, link)
             found = (figures[f"{link}.latency"], figures[f"{link}.bandwidth"])
             assert found == pytest.approx((its.latency, its.bandwidth)), name
+
+
+@pytest.mark.slow
+def test_a_published_training_is_played_as_the_table_says():
+    tree = read_tree(str(DATA))
+    (row,) = (row for row in read_rows(tree) if row.id == "titan-533")
+    expected = {line[0]: line for line in read_csv(played.TABLE)}[row.id]
+    assert played.in_a_process(partial(played.played_line, tree, row)) == expected

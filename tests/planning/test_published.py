@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.device import played
 from bench.pages import as_csv, read_csv, written
 from bench.published import (
     CHECKPOINTING,
@@ -261,3 +262,15 @@ def test_figures_are_held_against_predictions_of_the_same_kind():
     reserved = replace(row, tokens=800.0, mfu=None, memory_is="reserved")
     assert throughputs([reserved], found) == [Compared(reserved, 800.0, 900.0, 1000.0)]
     assert memories([reserved], found) == [Compared(reserved, 20.0, 30.0, 35.0)]
+
+
+def test_what_the_clock_played_is_on_the_page():
+    head, *lines = read_csv(played.TABLE)
+    meant = {id: row for id, row in ROWS.items() if row.sharding == "FSDP2"}
+    assert head == played.HEAD
+    assert [line[0] for line in lines] == list(meant)
+    for id, why, speed, found, off, *_ in lines:
+        assert why in (played.reason_not_to_play(meant[id]), played.NOT_YET), id
+        if off:
+            assert float(off) == pytest.approx(float(found) / float(speed) - 1, abs=2e-3), id
+    assert written(PAGE.read_text(), {"played": played.section(meant, lines)}) == PAGE.read_text()
