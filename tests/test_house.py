@@ -46,7 +46,7 @@ MOST_CODE_LINES = 60  # of a function
 # trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
 # optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048); the
 # core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`,
-# and its and the trainer's with steps as graphs (051), and its with gathers into place (052).
+# and its and the trainer's with steps as graphs (051), the core's and the tools' with gathers into place (052).
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),
@@ -54,12 +54,12 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the whole": (62010, 48000),
+    "lines of the whole": (62034, 48000),
     "lines of the core": (35803, 28000),
     "lines of the FSDP1": (2648, 2700),
     "lines of the plug-ins": (3374, 3400),
     "lines of the adapters": (1603, 1500),
-    "lines of the tools": (13524, 12000),
+    "lines of the tools": (13525, 12000),
     "lines of the trainer": (5081, 4600),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),

@@ -329,9 +329,8 @@ class Planner:
     def _machines(self, mesh: Mesh, rank: int | None = None) -> Iterator[None]:
         """A context with the imagined ranks of `mesh`, this process as `rank`, on machines of the cluster."""
         overlaps = self.cluster.device.overlaps
-        is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
+        make = _on_one_host if mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node else _between_hosts
         between = SingleCalls if self.training.copies_out else LargeCoalesced
-        make = _on_one_host if is_one_host else _between_hosts
         transports = use_transports((lambda group, _: between(group)) if overlaps else make)
         ranks = _ranks_of(mesh, self.training.stage) if rank is None else imagined_ranks(mesh.num_ranks, rank)
         with ranks, transports, use_streams(RecordingStreams()) if overlaps else nullcontext():
