@@ -56,7 +56,7 @@ FIGURES = {
     "import cycles": (0, 0),
     "lines of the whole": (62034, 48000),
     "lines of the core": (35803, 28000),
-    "lines of the FSDP1": (2648, 2700),
+    "lines of the FSDP1": (2656, 2700),
     "lines of the plug-ins": (3374, 3400),
     "lines of the adapters": (1603, 1500),
     "lines of the tools": (13525, 12000),

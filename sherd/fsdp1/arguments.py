@@ -265,11 +265,17 @@ class WrapperArguments:
     @property
     def prefetch(self) -> PrefetchPolicy:
         """Returns how far gathers run ahead. `limit_all_gathers` is not read: gathers never run further than this."""
+        # FSDP1's forward runs ahead without being asked where a host runs ahead of its device, by two gathers at most.
         return PrefetchPolicy(
-            forward_depth=int(self.forward_prefetch),
+            forward_depth=int(self.forward_prefetch or self.device_type != "cpu"),
             backward_depth=int(self.backward_prefetch is not None),
             after_backward=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
         )
+
+    @property
+    def device_type(self) -> str:
+        """Returns the type of device that the model will compute on, as far as it is known before there are ranks."""
+        return self._device_type(None) if self.device_mesh is None else self.device_mesh.device_type
 
     @property
     def comm(self) -> CommPolicy:
@@ -358,10 +364,12 @@ class WrapperArguments:
         mesh = init_device_mesh(device_type, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
         return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=self.comm)
 
-    def _device_type(self, group: dist.ProcessGroup) -> str:
+    def _device_type(self, group: dist.ProcessGroup | None) -> str:
         if self.device_id is not None and not isinstance(self.device_id, int):
             return torch.device(self.device_id).type
-        return default_device_type(group)
+        if dist.is_initialized():
+            return default_device_type(group)
+        return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
 
 
 def _is_on(variable: str) -> bool:

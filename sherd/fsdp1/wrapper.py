@@ -75,7 +75,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             and values; None: `to_empty`, then `reset_parameters()`.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: take rank 0's parameters and buffers on all ranks.
-        forward_prefetch: gather the next unit while the present one computes.
+        forward_prefetch: gather the next unit while the present one computes; on an accelerator always so.
         limit_all_gathers: accepted; gathers never run further ahead than the prefetch arguments say.
         use_orig_params: what the optimizer sees. True: the module's own parameters, as `RaggedDTensor`s, of which each
             rank holds a run, some of them empty. False: one `FlatParameter` per unit.

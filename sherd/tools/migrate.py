@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.api.fully_shard import fully_shard
-from sherd.comm.mesh import default_device_type
 from sherd.errors import PolicyTypeError, did_you_mean
 from sherd.fsdp1.arguments import (
     KINDS,
@@ -127,7 +126,7 @@ def _arguments(choices: WrapperArguments) -> dict[str, str]:
 
 def _mesh(choices: WrapperArguments) -> str | None:
     """Returns an expression for the mesh of `choices`, or None for one axis over all ranks."""
-    group, mesh, device = choices.process_group, choices.device_mesh, _written(_device_type(choices))
+    group, mesh, device = choices.process_group, choices.device_mesh, _written(choices.device_type)
     if mesh is not None and (mesh.ndim == 1 or mesh.mesh_dim_names is not None):
         return "device_mesh"
     if mesh is not None:
@@ -140,16 +139,6 @@ def _mesh(choices: WrapperArguments) -> str | None:
     return f"DeviceMesh.from_group(process_group, {device})"
 
 
-def _device_type(choices: WrapperArguments) -> str:
-    """Returns the type of device that the model will compute on, as far as it is known before there are ranks."""
-    device = choices.device_id
-    if device is not None and not isinstance(device, int):
-        return torch.device(device).type
-    if dist.is_initialized():
-        return default_device_type()
-    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-
-
 # The notes
 
 
@@ -158,7 +147,7 @@ def _steps(
 ) -> Iterator[str]:
     """Yields what to do before and after the calls, in order."""
     init, synchronizes = given.get("param_init_fn"), given.get("sync_module_states")
-    device = _written(str(choices.device_id) if choices.device_id is not None else _device_type(choices))
+    device = _written(str(choices.device_id) if choices.device_id is not None else choices.device_type)
     modules = "each of model.modules()" + (" that is not ignored" if ignored.modules else "")
     if choices.strategy.is_hybrid and choices.device_mesh is None:
         yield (
@@ -200,7 +189,7 @@ def _differences(given: Mapping[str, Any], choices: WrapperArguments) -> Iterato
             "optimizer = sherd.flatten_optimizer(optimizer) it steps flat buffers all the same."
         )
     if not choices.forward_prefetch:
-        yield "prefetch_policy: without it forward gathers one unit ahead, which FSDP1 does when asked to."
+        yield "prefetch_policy: without it forward gathers one unit ahead, which FSDP1 does when asked to, and on devices."
     if "limit_all_gathers" in given:
         yield (
             "limit_all_gathers: nothing to say, gathers never run further ahead than prefetch_policy allows; its "

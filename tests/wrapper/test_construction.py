@@ -17,6 +17,7 @@ from sherd import RaggedDTensor, fully_shard
 from sherd.api.module import FSDPModule
 from sherd.engine.state.flat import FlatParameter
 from sherd.errors import ModuleError, WrapperStateError
+from sherd.fsdp1.arguments import WrapperArguments
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
@@ -37,6 +38,12 @@ from tests.wrapper.training import (
 )
 
 # Values
+
+
+@pytest.mark.parametrize(("device", "asked", "depth"), [("cpu", False, 0), ("cpu", True, 1), ("cuda", False, 1)])
+def test_forward_runs_ahead_if_it_is_asked_to_or_computes_on_a_device_that_the_host_is_ahead_of(device, asked, depth):
+    choices = WrapperArguments(device_id=torch.device(device), forward_prefetch=asked)
+    assert choices.prefetch.forward_depth == depth
 
 
 @BOTH_KINDS
