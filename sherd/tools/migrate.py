@@ -189,7 +189,7 @@ def _differences(given: Mapping[str, Any], choices: WrapperArguments) -> Iterato
             "optimizer = sherd.flatten_optimizer(optimizer) it steps flat buffers all the same."
         )
     if not choices.forward_prefetch:
-        yield "prefetch_policy: without it forward gathers one unit ahead, which FSDP1 does when asked to, and on devices."
+        yield "prefetch_policy: without it forward gathers one unit ahead, as FSDP1 does if asked to, and on devices."
     if "limit_all_gathers" in given:
         yield (
             "limit_all_gathers: nothing to say, gathers never run further ahead than prefetch_policy allows; its "
