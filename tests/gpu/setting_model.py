@@ -19,7 +19,8 @@ from tests.gpu.settings import Setting
 from tests.support import models
 from tests.support.models import next_token_loss, tokens
 
-NUM_STEPS = 3
+NUM_STEPS = 4
+"""The last one is a settled step: before the second, third and fifth, replicas compare their values, and hosts wait."""
 ASIDE = 50
 """The number of the batch that nothing is learnt from."""
 INFINITE_STEP = 1
