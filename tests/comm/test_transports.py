@@ -9,7 +9,7 @@ import torch.distributed as dist
 from sherd.comm import transports
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls
+from sherd.comm.transport import CoalescedCalls, LargeCoalesced, OneRank, PartByPart, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
@@ -58,11 +58,13 @@ def test_on_an_accelerator_gloo_is_asked_for_parts_and_others_for_what_a_policy_
     for backends, wanted, expected in (
         ("cpu:gloo,cuda:gloo", "auto", PartByPart),
         ("cpu:gloo,cuda:gloo", "coalesced", PartByPart),
-        ("cpu:gloo,cuda:nccl", "auto", SingleCalls),
+        ("cpu:gloo,cuda:nccl", "auto", LargeCoalesced),
+        ("cpu:gloo,cuda:nccl", "torch", SingleCalls),
         ("cpu:gloo,cuda:nccl", "coalesced", CoalescedCalls),
-        ("cpu:gloo,cuda:nccl2", "auto", SingleCalls),
-        ("cuda:nccl-lazy", "auto", SingleCalls),
+        ("cpu:gloo,cuda:nccl2", "auto", LargeCoalesced),
+        ("cuda:other", "auto", SingleCalls),
     ):
+        monkeypatch.setattr(transports, "coalesces", lambda *_, backends=backends: "nccl" in backends)
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
         assert type(transports._made(group, torch.device("cuda"), wanted)) is expected, (backends, wanted)
 
