@@ -596,16 +596,17 @@ class Gradients:
             sources += [reduced] if earlier is None else [reduced, earlier.summed]
             with_gradient |= frozenset() if earlier is None else earlier.with_gradient
             reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
+        scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
+        mean = _Sum(reduced, with_gradient)
+        self._reduction = _Reduction(handoff, rows, mean, scale, is_partial, to_host, sources)
         if plan.lane_owns_rows:
             # Freed while the reduce-scatter is only queued: the lane's pool gives the memory to later work of the lane.
             self._give_back(rows)
-        scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
         if to_host:
             # On the lane that made the sum: the memory of the sum goes back to it.
             lane = self._streams.reduce if mesh.num_replicas == 1 else self._streams.all_reduce
-            reduced, handoff = self._store(partial(self._shards.mean, reduced, scale), lane, handoff)
-        mean = _Sum(reduced, with_gradient)
-        self._reduction = _Reduction(handoff, rows, mean, scale, is_partial, to_host, sources)
+            stored, handoff = self._store(partial(self._shards.mean, reduced, scale), lane, handoff)
+            self._reduction = replace(self._reduction, handoff=handoff, result=_Sum(stored, with_gradient))
 
     def _sum_over_replicas(
         self,
