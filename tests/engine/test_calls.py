@@ -22,12 +22,12 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 412,
-    "Flat": 407,
-    "wrapper": 408,
-    "HSDP": 431,
-    "two backwards in accumulate": 969,
-    "engine over real groups": 354,
+    "default": 409,
+    "Flat": 406,
+    "wrapper": 407,
+    "HSDP": 428,
+    "two backwards in accumulate": 963,
+    "engine over real groups": 350,
 }
 
 

@@ -33,6 +33,7 @@ The cases, and a test that shows each:
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -265,7 +266,7 @@ class Rows:
     def __init__(self, group: Group, plan: BufferPlan, lane: CommStream) -> None:
         self._group, self._plan = group, plan
         self._lane = lane if plan.lane_owns_rows else None
-        self._spare: dict[torch.dtype, list[ReduceBuffer]] = {}
+        self._spare = defaultdict[torch.dtype, list[ReduceBuffer]](list)
         self.present: ReduceBuffer | None = None
 
     def borrow(self, gradient: torch.Tensor) -> bool:
@@ -281,7 +282,7 @@ class Rows:
         self.present = self.present or self._of(dtype)
 
     def _of(self, dtype: torch.dtype) -> ReduceBuffer:
-        spare = self._spare.get(dtype)
+        spare = self._spare[dtype]
         return spare.pop() if spare else ReduceBuffer.freed(self._group, self._plan, dtype, self._lane)
 
     def fill(self, gradients: MutableMapping[int, torch.Tensor], scale: float, dtype: torch.dtype) -> None:
@@ -300,10 +301,11 @@ class Rows:
             self.present = self._of(dtype)
         self.present.fill(gradients, scale)
 
-    def take(self, even_if_empty: bool, dtype: torch.dtype) -> ReduceBuffer | None:
-        """Returns the present rows, which belong to the caller now; without them: None, or empty rows if asked."""
+    def take(self) -> ReduceBuffer:
+        """Returns the present rows, which belong to the caller now."""
         rows, self.present = self.present, None
-        return self._of(dtype) if even_if_empty and rows is None else rows
+        assert rows is not None, "they were made, or a gradient came"
+        return rows
 
     def keep_for_later(self, rows: ReduceBuffer) -> None:
         """Free the memory of `rows`, and keep their views for the next reduction."""
@@ -312,7 +314,7 @@ class Rows:
         if rows.buffer.is_ours:
             rows.filled.clear()
             rows.buffer.free()
-            self._spare.setdefault(rows.dtype, []).append(rows)
+            self._spare[rows.dtype].append(rows)
 
 
 class Gradients:
@@ -565,9 +567,11 @@ class Gradients:
         self._arrived.clear()
         if self.stage is GradientStage.EXPECTING:
             self._move(GradientStage.TAKEN)
-        rows = self._rows.take(awaits_replicas or self.may_lack(policy), self.terms.dtype)
-        if rows is None:
-            return
+        if self._rows.present is None:
+            if not (awaits_replicas or self.may_lack(policy)):
+                return
+            self._rows.make(self.terms.dtype)
+        rows = self._rows.take()
         group, mesh, plan = self.group, self.group.mesh, self._plan
         if group.takes_any_gradient:
             self._shards.take_dtype(rows.dtype, policy, is_added=self.partial is not None)
