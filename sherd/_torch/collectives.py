@@ -75,13 +75,9 @@ def all_gather_coalesced(
 
 
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether the backend of `group` for `device` runs several collectives as one, as NCCL does.
-
-    `_device_types` has no public name (2.11 to 2.15).
-    """
-    if device.type not in {each.type for each in group._device_types}:
-        return False
-    return bool(backend_of(group, device).supports_coalescing)
+    """Returns whether `group` runs several collectives on `device` as one. `_device_types` is private (to 2.15)."""
+    is_served = device.type in {each.type for each in group._device_types}
+    return is_served and bool(backend_of(group, device).supports_coalescing)
 
 
 def symmetric_memory() -> ModuleType:
