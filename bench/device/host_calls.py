@@ -13,8 +13,6 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from statistics import quantiles
 from typing import NamedTuple
 
@@ -24,6 +22,7 @@ from ..pages import DOCS
 from ..ranks import Place, joined
 from ..systems import FLAT, FSDP2, SHERD, SHERD_COALESCED, WRAPPER, WRAPPER_FLAT, System
 from .cases import CASES, LARGE, Case, Stack
+from .simulated import in_a_process
 from .training import Training
 
 MEASURED = DOCS / "understand/benchmarks.csv"
@@ -96,8 +95,7 @@ def main() -> int:
     for (num_ranks, case), ms in measured_ms().items():
         counts = {}
         for name in ms:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                counts[name] = pool.submit(counted, systems[name], CASES[case], num_ranks).result()
+            counts[name] = in_a_process(counted, systems[name], CASES[case], num_ranks)
         pairs = microseconds_of_a_call(ms, counts, launch)
         found += pairs.values()
         print(f"{num_ranks} fake ranks, {case}")

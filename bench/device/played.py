@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -26,14 +23,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from sherd.train.config import read_tree
 
 from ..pages import DOCS, as_csv, read_csv, written
 from ..published import DATA, KERNELS, Row, read_rows
 from ..table import markdown
-from .simulated import PYTHON
+from .simulated import PYTHON, in_a_process
 
 TABLE, PAGE = DOCS / "data/played.csv", DOCS / "understand/predictions.md"
 NOT_YET = "not played yet"
@@ -149,15 +146,9 @@ class _EverySecondProduct:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _no_contexts() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext(), nullcontext()
-
-
 CONTEXTS = {
-    "full": _no_contexts,
-    "every second block": _no_contexts,
+    "full": noop_context_fn,
+    "every second block": noop_context_fn,
     "by operation": lambda: create_selective_checkpoint_contexts(_EverySecondProduct()),
 }
 
@@ -234,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = {row.id: row for row in read_rows(tree) if row.sharding == "FSDP2"}
     known = {line[0]: line for line in read_csv(TABLE)[1:]} if TABLE.exists() else {}
     for id in () if chosen.render else chosen.ids or rows:
-        known[id] = in_a_process(partial(played_line, tree, rows[id]))
+        known[id] = in_a_process(played_line, tree, rows[id])
         print(",".join(known[id]), file=sys.stderr, flush=True)
     lines = []
     for id, row in rows.items():
@@ -242,12 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     TABLE.write_text(as_csv([HEAD, *lines]))
     PAGE.write_text(written(PAGE.read_text(), {"played": section(rows, lines)}))
     return 0
-
-
-def in_a_process(work: partial[list[str]]) -> list[str]:
-    """A process has one group, and one peak of memory."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work).result()
 
 
 def played_line(tree: Mapping[str, Any], row: Row) -> list[str]:

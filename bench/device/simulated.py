@@ -8,9 +8,11 @@ the bytes and the host's waits. Every system runs in a process of its own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +23,7 @@ from ..table import RIVALS, Aim, Figure, Row
 from .cases import CASES, LARGE, PLAIN, Case, Stack
 from .training import Training
 
+P, T = ParamSpec("P"), TypeVar("T")
 MACHINE = "h100"
 PYTHON = 0.5e-6
 """Seconds of the host for each call of a Python function, or of C from Python: what systems' host times on one H200
@@ -98,18 +101,21 @@ def measure(conditions: Conditions) -> Figure:
             continue
         results = []
         for system in setting.systems:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                try:
-                    results.append(pool.submit(simulated, system, setting).result())
-                except Exception as error:  # a system that cannot do this is a note
-                    notes.append(
-                        f"{setting.title}: {system.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                    )
-                    continue
+            try:
+                results.append(in_a_process(simulated, system, setting))
+            except Exception as error:  # a system that cannot do this is a note
+                notes.append(f"{setting.title}: {system.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
             print(f"\n  {setting.title}: {results[-1]}", end="", file=sys.stderr, flush=True)
         samples[setting.title] = results
         rows += rows_of(setting, results)
     return Figure(rows, samples, notes, all(samples.values()))
+
+
+def in_a_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what `work` returns in a process of its own, which has one group, one clock and one peak of memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *args, **kwargs).result()
 
 
 def simulated(system: System, setting: Setting) -> Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -77,4 +76,4 @@ def test_a_published_training_is_played_as_the_table_says():
     tree = read_tree(str(DATA))
     (row,) = (row for row in read_rows(tree) if row.id == "titan-533")
     expected = {line[0]: line for line in read_csv(played.TABLE)}[row.id]
-    assert played.in_a_process(partial(played.played_line, tree, row)) == expected
+    assert played.in_a_process(played.played_line, tree, row) == expected
