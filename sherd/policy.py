@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from sherd.errors import PolicyError, PolicyTypeError
-from sherd.requirements import require_bool, require_floating_dtype, require_int
+from sherd.requirements import require_bool, require_floating_dtype, require_int, require_number
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,94 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """A folder on a disk of this host, for scratch files: made, locked and removed by the job, and never a checkpoint.
+
+    Args:
+        path: the folder. Each rank makes one of its own inside.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise PolicyTypeError(f"Disk(path={self.path!r}): expected the path of a folder")
+
+
+Place = Literal["device", "host"] | Disk
+"""Where something rests between two uses: the memory of the device that computes, that of the host, or a disk."""
+
+
+@dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading: shards stay on the mesh's device. The base of policies that offload."""
+    """Where each kind of state rests between two uses. By default all of it is on the mesh's device.
+
+    The optimizer steps where gradients are. What rests farther away (device, host, disk: from near to far) comes there
+    a unit at a time, behind the step of the unit before, and goes back; parameters may be nearer, as copies.
+
+        state only          OffloadPolicy(optimizer="host")            the device steps
+        a step on the host  OffloadPolicy(gradients="host")            weights stay on the device, as copies
+        everything          OffloadPolicy(parameters="host")           what `CPUOffloadPolicy()` says
+
+    On a CPU mesh "device" and "host" are one memory. The values of a step are those without offload, to the last bit,
+    where the host computes as the device does.
+
+    Args:
+        parameters: where the weights rest that are gathered.
+        gradients: where gradients of shards rest; None: "host" if parameters are not on the device, else "device".
+        optimizer: where the optimizer's state rests; None: with the gradients.
+        masters: where the part of each bfloat16 parameter rests that makes it an exact float32 master: 2.125 bytes an
+            element. The optimizer then steps float32 values, and the parameters are these rounded. None: no masters.
+        activations: where tensors that forward saves for backward rest, "device" or "host" (`offload_activations`).
+        share: the part of the bytes that is offloaded, from 0.0 to 1.0: of the units in the order in which they are
+            made, evenly spread.
+        pin_memory: use page-locked host memory, so that copies overlap with compute. Ignored without an accelerator.
+
+    Raises:
+        PolicyError: a place that does not exist; something that would rest nearer than the gradients, where the step is.
+    """
+
+    parameters: Place = field(default="device", kw_only=True)
+    gradients: Place | None = field(default=None, kw_only=True)
+    optimizer: Place | None = field(default=None, kw_only=True)
+    masters: Place | None = field(default=None, kw_only=True)
+    activations: Place = field(default="device", kw_only=True)
+    share: float = field(default=1.0, kw_only=True)
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for name in ("parameters", "gradients", "optimizer", "masters", "activations"):
+            place = getattr(self, name)
+            is_place = isinstance(place, Disk) or place in ("device", "host")
+            if not (is_place or (place is None and name not in ("parameters", "activations"))):
+                raise PolicyError(f"{kind}({name}={place!r}): expected 'device', 'host' or Disk(path)")
+        for name in ("parameters", "gradients", "activations"):
+            if isinstance(getattr(self, name), Disk):
+                raise PolicyError(f"{kind}({name}={getattr(self, name)!r}): only optimizer and masters rest on a disk")
+        require_number(f"{kind}(share={{}})", self.share, 0.0, 1.0)
+        require_bool(f"{kind}(pin_memory={{}})", self.pin_memory)
+        step = self.step_place
+        if step == "device" and self.parameters != "device":
+            raise PolicyError(
+                f"{kind}(parameters={self.parameters!r}, gradients='device'): the step is where gradients are, and its "
+                "parameters cannot be farther away; leave gradients out"
+            )
+        for name in ("optimizer", "masters"):
+            if step == "host" and getattr(self, name) == "device":
+                raise PolicyError(
+                    f"{kind}({name}='device'): gradients are on the host, and so is the step; {name}='host', or a disk"
+                )
+
+    @property
+    def step_place(self) -> Place:
+        """Where gradients rest, and so where the optimizer steps."""
+        return self.gradients or self.parameters
+
+    @property
+    def state_place(self) -> Place:
+        """Where the optimizer's state rests."""
+        return self.optimizer or self.step_place
 
 
 @dataclass(frozen=True)
@@ -106,10 +192,7 @@ class CPUOffloadPolicy(OffloadPolicy):
         pin_memory: use page-locked memory, so that copies overlap with compute. Ignored without an accelerator.
     """
 
-    pin_memory: bool = True
-
-    def __post_init__(self) -> None:
-        require_bool("CPUOffloadPolicy(pin_memory={})", self.pin_memory)
+    parameters: Place = field(default="host", kw_only=True)
 
 
 @dataclass(frozen=True)
