@@ -30,6 +30,19 @@ def _complete(optimizer: Optimizer) -> None:
 watcher.complete_with(_complete)
 
 
+def _in_chunks(optimizer: Optimizer, plain: Callable[..., object], step: Callable[..., object]) -> Callable[..., object]:
+    units = [unit for ref in watcher.adopt(optimizer) if isinstance(unit := ref(), Unit)]
+    groups = [weights.group for unit in units for weights in unit.weights if weights.group.is_brought]
+    if not groups:
+        return step
+    from sherd.optim.offloaded import step_in_chunks  # loaded with the first such step
+
+    return step_in_chunks(optimizer, groups, step)
+
+
+watcher.inside_of_steps(_in_chunks)
+
+
 class UnshardHandle:
     """An all-gather started by `FSDPModule.unshard(async_op=True)`."""
 

@@ -17,6 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,9 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import hooked_step
+from sherd.comm.streams import Handoff
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
+from sherd.optim.chunks import Chunk, step_chunks
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
 from sherd.tensor.state_kind import State, copy_of
@@ -114,18 +117,23 @@ class FlatStep(_Optimizer):
 
     # No `__init__` makes it: an optimizer gets this class when it exists already.
     @functools.cached_property
-    def _sherd_stepper(self) -> _Stepper:
-        return _Stepper(self._sherd_kind)
+    def _sherd_stepper(self) -> Stepper:
+        return Stepper(self._sherd_kind)
 
     def state_dict(self) -> dict[str, object]:
         """Returns the optimizer's own state dict, where each shard has its own count of steps."""
-        state_dict = super().state_dict()  # the shards of a span share one count
-        return {**state_dict, "state": _unshared(state_dict["state"])}
+        self._sherd_stepper.wait_for_copies()
+        return with_own_counts(super().state_dict())
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy is of the original class: the spans are views of this model's buffers.
         attributes = self._sherd_kind.__getstate__(self)
         return object.__new__, (self._sherd_kind,), {**attributes, "state": _unshared(attributes["state"])}
+
+
+def with_own_counts(state_dict: dict[str, object]) -> dict[str, object]:
+    """Returns a state dict where each shard has its own count of steps, which the shards of a span share."""
+    return {**state_dict, "state": _unshared(state_dict["state"])}  # type: ignore[arg-type]  # a dict of states
 
 
 # Cached, so that two optimizers of one class are still of one class when both are flattened.
@@ -135,16 +143,20 @@ def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
-    """Step the spans. As in torch, `closure` computes the loss again, and `_step` returns the loss."""
+    return step_spans(self._sherd_stepper, self, closure)
+
+
+def step_spans(stepper: Stepper, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
+    """Step the spans. As in torch, `closure` computes the loss again, and the loss is returned."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    self._sherd_stepper.step(self)
+    stepper.step(optimizer)
     return loss
 
 
-class _Stepper:
+class Stepper:
     """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle."""
 
     def __init__(self, cls: type[Optimizer]) -> None:
@@ -152,6 +164,8 @@ class _Stepper:
         self._knows_forms = is_elementwise_class(cls)
         self._local: LocalStep | None = None
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
+        self._chunks: list[Chunk] = []
+        self._last_copy: Handoff | None = None
         self._idle: list[nn.Parameter] = []
         self._alone: list[list[nn.Parameter]] = []
 
@@ -160,7 +174,8 @@ class _Stepper:
         """The spans that were stepped last."""
         return () if self._local is None else self._local.spans
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, in_chunks: bool = True) -> None:
+        """Step the spans; `in_chunks`, if state rests elsewhere: else it was brought already."""
         local = self._local
         if not (
             local is not None
@@ -174,14 +189,27 @@ class _Stepper:
             taken = local.take_gradients()
             assert taken, "only shards with a gradient are in a span"
         num_states = len(optimizer.state)
-        with self._forms(optimizer, local.parts), local.lent_to(optimizer):
-            self._plain_step(optimizer)
+        with local.lent_to(optimizer):
+            if in_chunks and self._chunks:
+                self._last_copy = step_chunks(self._chunks, local.state, partial(self._step_chunk, optimizer))
+            else:
+                with self._forms(optimizer, local.parts):
+                    self._plain_step(optimizer)
         if any(self._alone):
             # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
             with self._forms(optimizer, self._alone), params_replaced(optimizer, self._alone):
                 self._plain_step(optimizer)
         if len(optimizer.state) != num_states:
             local.put_in_order(optimizer)
+
+    def _step_chunk(self, optimizer: Optimizer, chunk: Chunk) -> None:
+        with self._forms(optimizer, chunk.lists), chunk.lent_to(optimizer):
+            self._plain_step(optimizer)
+
+    def wait_for_copies(self) -> None:
+        """Block the caller until state that goes back to where it rests has arrived."""
+        if self._last_copy is not None:
+            self._last_copy.wait_on_host()
 
     @contextmanager
     def _forms(self, optimizer: Optimizer, stepped: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
@@ -211,12 +239,12 @@ class _Stepper:
         units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
         index_of = {id(parameter): at for at, own in enumerate(lists) for parameter in own}
-        spans = [
-            SteppedSpan(index_of[id(members[0][0])], group.shard_buffer, members)
+        by_group = [
+            (group, [_span_of(group, members, index_of) for members in _neighbours(group, index_of, state_of)])
             for _, groups in self._buffers
             for group in groups
-            for members in _neighbours(group, index_of, state_of)
         ]
+        spans = [span for _, of_group in by_group for span in of_group]
         in_spans = {id(shard) for span in spans for shard in span.shards}
         others: list[list[Any]] = [
             [each for each in own if isinstance(each, DTensor) and id(each) not in in_spans] for own in lists
@@ -228,7 +256,33 @@ class _Stepper:
             numbers = {key: copy_of(value) for key, value in state_of[shard].items() if not isinstance(value, DTensor)}
             state_of[shard].update(numbers)
             del views[id(shard)]
-        return LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
+        local = LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
+        self._chunks = _chunks_of(local.parts, by_group) if any(group.is_brought for group, _ in by_group) else []
+        return local
+
+
+def _span_of(group: Group, members: Members, index_of: Mapping[int, int]) -> SteppedSpan:
+    number, masters = index_of[id(members[0][0])], group.masters
+    if masters is None:
+        return SteppedSpan(number, group.shard_buffer, members)
+    with masters.allocated():
+        return SteppedSpan(number, masters.values, members)
+
+
+def _chunks_of(
+    parts: Sequence[Sequence[torch.Tensor]], by_group: Sequence[tuple[Group, Sequence[SteppedSpan]]]
+) -> list[Chunk]:
+    """Returns the parts of a step by group, and in a last chunk those that are stepped where they rest."""
+    chunks, brought = [], set[int]()
+    for group, spans in by_group:
+        if group.is_brought and spans:
+            lists: list[list[torch.Tensor]] = [[] for _ in parts]
+            for span in spans:
+                lists[span.group_index].append(span.flat)
+                brought.add(id(span.flat))
+            chunks.append(Chunk(lists, [group]))
+    rest = [[each for each in own if id(each) not in brought] for own in parts]
+    return [*chunks, Chunk(rest)] if any(rest) else chunks
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:

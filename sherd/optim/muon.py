@@ -7,7 +7,6 @@ scalable for LLM training". Values are those of `torch.optim.Muon` in one proces
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import weakref
@@ -292,7 +291,7 @@ class Muon(MatrixOptimizer):
             self._adamw.param_groups, self._adamw.state = others, self.state
             # Hooks, such as those that ask other ranks, see one step of one optimizer:
             # test_hooks_see_one_step_of_one_optimizer
-            inspect.unwrap(type(self._adamw).step)(self._adamw)
+            self._adamw._sherd_stepper.step(self._adamw, in_chunks=False)
 
     def others(self) -> Sequence[torch.Tensor]:
         """Returns the parameters that AdamW steps, of which several ranks hold elements."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -21,27 +21,27 @@ from sherd.tensor.sharded import OwnDTensor
 if TYPE_CHECKING:
     from sherd.optim.muon import TorchMuonStep
 
+Step = Callable[..., object]
+
 _steps: weakref.WeakKeyDictionary[Optimizer, TorchMuonStep] = weakref.WeakKeyDictionary()
 """The steps of optimizers that have stepped sharded matrices."""
 
 
-def _step_whole_matrices(
-    optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _step_whole_matrices(optimizer: Optimizer, plain: Step, step: Step) -> Step:
     if not isinstance(optimizer, torch.optim.Muon) or torch.compiler.is_compiling():
-        return None
+        return step
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.Muon.step):
-        return None  # a subclass with a step of its own
+        return step  # a subclass with a step of its own
     watcher.adopt(optimizer)  # parameters that were sharded since count as shards
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if not any(isinstance(each, OwnDTensor) for each in parameters):
-        return None
+        return step
     from sherd.optim.muon import TorchMuonStep  # loaded with the first step: few programs make one
 
     if optimizer not in _steps:
         _steps[optimizer] = TorchMuonStep(optimizer)
-    step = _steps[optimizer]
-    return ((step, *args[1:]), kwargs) if step.is_possible else None  # torch's step asks it for groups to step
+    own = _steps[optimizer]
+    return functools.partial(plain, own) if own.is_possible else step  # torch's step asks it for groups to step
 
 
 @functools.cache

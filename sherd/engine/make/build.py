@@ -20,7 +20,7 @@ from sherd.engine.run import hooks, touch
 from sherd.engine.run.unit import Unit, meshes
 from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.fetching import RestingPlace
-from sherd.engine.state.loads import forget_loads, loads_balance
+from sherd.engine.state.loads import forget_loads, loads_balance, policy_of_next
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
@@ -59,7 +59,8 @@ def make_unit(
     # of another model, so that a teacher has the same owners as its student:
     # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
-    place = RestingPlace.under(offload, mesh.device)
+    nbytes = sum(each.parameter.numel() * each.parameter.dtype.itemsize for each in belongings.owned)
+    place = RestingPlace.under(policy_of_next(offload, nbytes), mesh.device)
     plans = sharding_plans(belongings.owned, streams, request_of, surrounds, precision)
     records = shard(belongings.owned, plans, place)
     if closes:

@@ -1,5 +1,8 @@
 """Where shards rest between two uses, and how they are fetched: from host memory, and from the other replicas.
 
+With an optimizer that steps on the host, weights may still rest on the device: as a copy of the shard in compute's
+dtype, which is fetched once after the shard was written.
+
 A shard may be divided among replicas. Each replica steps its own part, and fetches the others before a gather:
 
     replica 0   optimizer steps | a a |           fetches      | a a | b b |    and sends all of it
@@ -19,7 +22,7 @@ import torch
 from sherd.comm.mesh import DataMesh
 from sherd.comm.transport import Sizes
 from sherd.layout.extent import Extent
-from sherd.policy import CPUOffloadPolicy, OffloadPolicy
+from sherd.policy import Disk, OffloadPolicy, Place
 
 FETCHED_NUMEL = 1 << 18
 """Elements that are copied to the device at a time, to be cast on it."""
@@ -27,28 +30,53 @@ FETCHED_NUMEL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class RestingPlace:
-    """The memory of shard buffers and shard gradients.
+    """The memory of shard buffers and shard gradients, and the places of what belongs to them.
 
-    `pinned`: it is page-locked host memory. `is_elsewhere`: it is not that of the device that computes.
+    Attributes:
+        pinned: host memory is page-locked.
+        is_elsewhere: shards rest in another memory than that of the device that computes.
+        keeps_copies: the device keeps a copy of them, in compute's dtype.
+        state: where the optimizer's state rests.
+        masters: where the low bits of float32 masters rest; None: there are no masters.
     """
 
     device: torch.device
     pinned: bool = False
     is_elsewhere: bool = False
+    keeps_copies: bool = False
+    state: Place = "device"
+    masters: Place | None = None
 
     @classmethod
     def under(cls, policy: OffloadPolicy, mesh_device: torch.device) -> RestingPlace:
-        """Returns the place for `policy`. On a CPU mesh shards are in host memory anyway."""
-        if not isinstance(policy, CPUOffloadPolicy):
-            return cls(mesh_device)
-        is_elsewhere = mesh_device.type != "cpu"
-        return cls(torch.device("cpu"), policy.pin_memory and is_elsewhere, is_elsewhere)
+        """Returns the place for `policy`. On a CPU mesh the device's memory is that of the host."""
+        has_two = mesh_device.type != "cpu"
+        steps_on_host = policy.step_place == "host"
+        return cls(
+            torch.device("cpu") if steps_on_host else mesh_device,
+            policy.pin_memory and has_two,
+            steps_on_host and has_two,
+            steps_on_host and has_two and policy.parameters == "device",
+            policy.state_place,
+            policy.masters,
+        )
+
+    @property
+    def brings_state(self) -> bool:
+        """True if the optimizer's state does not rest in the memory where the optimizer steps."""
+        return isinstance(self.state, Disk) or (self.state == "host" and self.device.type != "cpu")
 
     def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
         """Returns a zeroed buffer at the resting place, or a meta one if the parameters are `now_on` meta."""
-        if now_on.type == "meta":
-            return torch.empty(numel, dtype=dtype, device="meta")
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+        return self._zeros(numel, dtype, now_on if now_on.type == "meta" else self.device)
+
+    def belonging(self, place: Place | None, like: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a zeroed vector at `place`, for what belongs to the shards `like`, which are where the step is."""
+        is_near = place == "device" or like.is_meta
+        return self._zeros(numel, dtype, like.device if is_near else torch.device("cpu"))
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.pinned and device.type == "cpu")
 
     def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a contiguous copy of `shard` at the resting place. The copy of a meta tensor is meta."""
@@ -84,12 +112,16 @@ def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 class FetchedShard:
-    """The full shard, 1-D, of which every replica owns a part of one of the `sizes`. One copy per dtype asked for."""
+    """The full shard, 1-D, of which this rank, or every replica, owns a part of one of the `sizes`.
+
+    There is one copy per dtype asked for.
+    """
 
     def __init__(self, sizes: Sizes, mesh: DataMesh) -> None:
         self.sizes = sizes
         self._mesh = mesh
-        self._own = Extent(sum(sizes[: mesh.replica]), sizes[mesh.replica])
+        at = mesh.replica if mesh.shards_replicas else 0
+        self._own = Extent(sum(sizes[:at]), sizes[at])
         self._copies: dict[torch.dtype, torch.Tensor] = {}
         self._versions: dict[torch.dtype, int] = {}
 
@@ -117,7 +149,8 @@ class FetchedShard:
             if own.data_ptr() != piece.data_ptr():
                 fetch_into(own, piece)
             # All replicas come here together, because all ranks note writes together (`Group.mark_shards_written`).
-            self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
+            if self._mesh.shards_replicas:
+                self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
             self._versions[dtype] = version
         return shard
 

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import is_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -47,6 +48,9 @@ from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, own_view, storages_of
 from sherd.tensor.sharded import rest_on
+
+if TYPE_CHECKING:
+    from sherd.engine.state.masters import Masters
 
 PADDING_VALUE = 42
 """Fills the padding between and behind runs, so that a leak is seen at once."""
@@ -382,6 +386,7 @@ class Group:
         arriving: the `grad_dtype` of the unsharded parameters, in a tuple, which is empty if it is theirs.
         gradient_packing: the layout of reduced gradients, and the rows that are reduced. It is `packing`, unless
             gradients go to owners. `gradients` are their places in it.
+        masters: what an optimizer steps in the place of bfloat16 shards, if their policy says so.
     """
 
     def __init__(
@@ -407,6 +412,9 @@ class Group:
         if precision.keep_low_precision_grads:
             # As in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
             self.grad_dtype = self.reduce_dtype if self.is_one_piece else self.compute_dtype
+        has_masters = place.masters is not None and key.trainable and self.dtype is torch.bfloat16
+        if has_masters and not key.grad_dtype:
+            self.grad_dtype = torch.float32
         self.arriving = _arriving(key, self.reduce_dtype, asked is None)
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
@@ -415,8 +423,8 @@ class Group:
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
         may_lack = is_part or mesh.comm.divergence == "join"
         self.num_flags = 0 if is_one_large and not may_lack else len(self.parameters)
-        owned = self.sizes.of(mesh.pieces_of(mesh.shard_rank)) if mesh.shards_replicas else None
-        self.fetched = None if owned is None else FetchedShard(owned, mesh)
+        is_fetched = mesh.shards_replicas or (place.keeps_copies and not self.gathers_itself)
+        self.fetched = FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh) if is_fetched else None
         self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
@@ -429,8 +437,27 @@ class Group:
         if key.grad_dtype or self.grad_dtype != self.dtype:
             for parameter in (each.parameter for each in self.optimizer_params):
                 set_grad_dtype(parameter, None if key.grad_dtype == (None,) else self.grad_dtype)
+        self.masters = self._make_masters() if has_masters else None
         # Last, because it remembers the memory that the lines above have given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
+
+    def _make_masters(self) -> Masters:
+        """Returns masters with the values that the parameters' masters had in another group."""
+        from sherd.engine.state.masters import Masters  # seldom needed, so loaded late: tests/test_storeys.py
+
+        low = self.place.belonging(self.place.masters, self.shard_buffer, self.shard_numel, torch.int16)
+        masters = Masters(self.shard_buffer, [(each.parameter, each.extent) for each in self.optimizer_params], low)
+        held = [slot.held(self.mesh.piece) for slot in self.packing.slots]
+        if any(record.masters for record in self.parameters):
+            values = self.shard_buffer.float()
+            for record, own in zip(self.parameters, held, strict=True):
+                if record.masters is not None:
+                    before, extent = record.masters
+                    values[own.start : own.stop] = before.full()[extent.start : extent.stop]
+            masters.put(values)
+        for record, own in zip(self.parameters, held, strict=True):
+            record.masters = masters, own
+        return masters
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
         if self.is_flat:
@@ -451,6 +478,11 @@ class Group:
         """Returns whether a member of `optimizer_param` is registered at one of the modules with these ids."""
         places = (place for index in optimizer_param.members for place in self.parameters[index].places)
         return any(place.module_id in module_ids for place in places)
+
+    @property
+    def is_brought(self) -> bool:
+        """True if something of the group comes from elsewhere for its optimizer step."""
+        return self.place.brings_state or self.masters is not None
 
     @property
     def is_flat(self) -> bool:
@@ -488,6 +520,8 @@ class Group:
     def mark_shards_written(self) -> None:
         """Note that the shards were, or may be, written: copies of them are stale. All ranks must call it together."""
         self.version += 1
+        if self.masters is not None:
+            self.masters.note_step()
 
     def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields each part of `shard`, which `rank` of the shard axis sent, with the number of the part."""

@@ -1,6 +1,7 @@
 """Loads: the elements that each rank owns of uncut tensors, summed over all units whose model has not run yet.
 
-The planner gives the next tensor to the rank that owns the fewest elements.
+The planner gives the next tensor to the rank that owns the fewest elements. Of units that are offloaded in part, the
+next one is taken if those before it are fewer bytes than their share.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import weakref
 import torch.distributed as dist
 
 from sherd.comm.mesh import DataMesh
+from sherd.policy import OffloadPolicy
 
 _loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 """The elements that each owner has, by shard group and number of owners (`DataMesh.num_pieces`)."""
@@ -33,3 +35,18 @@ def loads_balance(mesh: DataMesh) -> bool:
 def loads_of(mesh: DataMesh) -> list[int]:
     assert mesh.shard_group is not None, "parameters are cut over a shard axis"
     return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)
+
+
+_offloaded: dict[OffloadPolicy, tuple[int, int]] = {}
+"""The bytes of units that were offloaded, and of all units, by policy."""
+
+
+def policy_of_next(policy: OffloadPolicy, nbytes: int) -> OffloadPolicy:
+    """Returns the policy for the next unit made, of `nbytes`: `policy`, or none if the units before have its share."""
+    if policy.share == 1.0:
+        return policy
+    taken, total = _offloaded.get(policy, (0, 0))
+    total += nbytes
+    is_next = taken + nbytes / 2 <= policy.share * total
+    _offloaded[policy] = taken + nbytes * is_next, total
+    return policy if is_next else OffloadPolicy()

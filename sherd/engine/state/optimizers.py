@@ -87,8 +87,11 @@ Foreign = Callable[[dict[str, Any], torch.Tensor, Mapping[str, object]], set[str
 """Returns the keys of a parameter's state that its group cannot use."""
 
 
-StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
-"""Returns other arguments for a step; None: it is left as it is."""
+Step = Callable[..., object]
+"""Makes a step, as `step(*args, **kwargs)`."""
+
+StepHook = Callable[[Optimizer, Step, Step], Step]
+"""Returns how an optimizer steps, given the step of its class and how it steps so far."""
 
 
 class StepListener(Protocol):
@@ -156,8 +159,12 @@ class _Watcher:
         return known[1]
 
     def inside_of_steps(self, hook: StepHook) -> None:
-        """Call `hook` when a step begins to compute, after all pre-hooks, which do not see what it changes."""
-        self._inside.append(hook)
+        """Call `hook` when a step begins to compute, after all pre-hooks, which do not see what it changes.
+
+        What later hooks return is around what earlier ones have returned.
+        """
+        if hook not in self._inside:
+            self._inside.append(hook)
 
     def complete_with(self, complete: Callable[[Optimizer], object]) -> None:
         """Call `complete` before torch's checkpointing reads an optimizer whose ranks step what they own."""
@@ -170,9 +177,12 @@ class _Watcher:
 
     def step_inside(self, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
         """Call `plain`, the step of the optimizer's class, on what this optimizer is to step."""
+        step: Step = functools.partial(self._step, plain, optimizer)
         for hook in self._inside:
-            if (changed := hook(optimizer, (optimizer, *args), kwargs)) is not None:
-                return plain(*changed[0], **changed[1])
+            step = hook(optimizer, plain, step)
+        return step(*args, **kwargs)
+
+    def _step(self, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
         try:
             local = local_step_of(optimizer, bool(args or kwargs))
             if local is not None and local.of_owners:

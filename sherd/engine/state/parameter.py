@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor
 from sherd.tensor.spmd_types import SpmdTypes, untyped
 from sherd.tensor.tensor_parallel import own_spec
+
+if TYPE_CHECKING:
+    from sherd.engine.state.masters import Masters
+    from sherd.layout.extent import Extent
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """The record of each tensor, by the tensor's id, and a reference to the tensor where the record does not hold it.
@@ -223,6 +227,7 @@ class ShardedParameter:
         gradient_owner: the rank of the cut that gets the full reduced gradient; None: it is cut as the shard is.
         param_dtype: the dtype that it is gathered in, if it is of floating point; None: its own.
         grad_dtype: the `grad_dtype` that a user has set, in a tuple, which is empty if none was.
+        masters: the masters of the group that the parameter is in, if it has any, and the parameter's place in them.
     """
 
     name: str
@@ -245,6 +250,7 @@ class ShardedParameter:
     param_dtype: torch.dtype | None = None
     grad_dtype: tuple[torch.dtype | None, ...] = ()
     types: SpmdTypes | None = None
+    masters: tuple[Masters, Extent] | None = None
     _begun: tuple[list[float], list[float]] | None = None
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
@@ -297,6 +303,8 @@ class ShardedParameter:
             True if a user has set another one since the last call.
         """
         given = grad_dtype_of(self.shard) if self.flat is None else self.grad_dtype
+        if self.masters is not None and given == (torch.float32,):
+            given = ()  # the group's, for the masters
         if self.grad_dtype and not given:
             set_grad_dtype(self.shard, self.grad_dtype[0])
         changed, self.grad_dtype = bool(given) and given != self.grad_dtype, given or self.grad_dtype

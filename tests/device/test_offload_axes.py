@@ -1,0 +1,127 @@
+"""Optimizer state, masters and gradients that rest elsewhere: the values of no offload to the last bit, fewer bytes on the
+device, no race and no wait of the host in a settled step."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+import simdevice
+from sherd import Blocks, CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned
+from tests.device.test_peaks import GPT, TOKENS, held_before, requested
+from tests.support.models import chain, noise
+
+WIDTH = 24
+STATE, ON_HOST = OffloadPolicy(optimizer="host"), OffloadPolicy(gradients="host")
+AXES = {
+    "state": STATE,
+    "step": ON_HOST,
+    "everything": CPUOffloadPolicy(),
+    "state, pageable": OffloadPolicy(optimizer="host", pin_memory=False),
+    "half of the state": OffloadPolicy(optimizer="host", share=0.5),
+}
+
+
+def model_of(policy: OffloadPolicy, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = chain(3, WIDTH).append(nn.Linear(WIDTH, 5)).to("sim").to(torch.bfloat16).to(dtype)
+    shape = (2, 2) if torch.distributed.get_world_size() == 4 else (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for unit in (*model[:3], model):
+        sherd.fully_shard(unit, mesh=mesh, offload_policy=policy, **options)
+    return model
+
+
+def made(kind: Any, model: nn.Module) -> Any:
+    if kind is sherd.Muon:
+        return sherd.Muon(model, lr=1e-2)
+    return kind(model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is optim.SGD else {}))
+
+
+def stepped(model: Any, optimizer: Any, steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Trains with clipping. Returns the unsharded parameters."""
+    for number in range(steps):
+        x = noise(number, torch.distributed.get_rank(), 3, WIDTH).to(torch.bfloat16).to(dtype)
+        model(x.to("sim")).float().square().mean().backward()
+        sherd.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    return [each.full_tensor().float().cpu() for each in model.parameters()]
+
+
+def trained(policy: OffloadPolicy, kind: Any, placement: Any, flattens: bool = False) -> list[Tensor]:
+    model = model_of(policy, placement=placement)
+    optimizer = made(kind, model)
+    if flattens:
+        sherd.flatten_optimizer(optimizer)
+    return stepped(model, optimizer, 4)
+
+
+def is_same(policy: OffloadPolicy, *options: Any) -> bool:
+    pairs = zip(trained(policy, *options), trained(OffloadPolicy(), *options), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+KINDS = [
+    (optim.AdamW, None, False),
+    (optim.AdamW, Flat(), True),
+    (optim.SGD, Blocks(2), False),
+    (sherd.Muon, None, False),
+    (sherd.Muon, Owned(), False),
+    (optim.Adafactor, Owned(), False),
+]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
+    for options in KINDS:
+        if axis not in ("state", "half of the state", "state, pageable") and options[0] is not optim.AdamW:
+            continue  # the host computes products of its own
+        assert all(sim_world(2, pause_us=200, seed=1).run(is_same, AXES[axis], *options).values), options
+
+
+@pytest.mark.parametrize("axis", ["state", "step"])
+def test_replicas_and_a_single_rank_do_so_too(axis, sim_world):
+    for num_ranks in (1, 4):
+        assert all(sim_world(num_ranks).run(is_same, AXES[axis], optim.AdamW, None).values), num_ranks
+
+
+def peak_of_a_step(policy: OffloadPolicy, dtype: torch.dtype = torch.float32) -> int:
+    """The most bytes asked for in a settled step of a GPT with AdamW."""
+    before = held_before()
+    torch.manual_seed(0)
+    model: Any = GPT().to("sim").to(dtype)
+    mesh = init_device_mesh("sim", (2,))
+    for unit in (*model.blocks, model):
+        sherd.fully_shard(unit, mesh=mesh, offload_policy=policy)
+    optimizer = optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, TOKENS, dtype=torch.long, device="sim")
+    peak = 0
+    for _ in range(3):
+        requested()
+        model(tokens).logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        peak = requested()
+    return peak - before
+
+
+def peaks(*policies: OffloadPolicy) -> list[int]:
+    return [peak_of_a_step(policy) for policy in policies]
+
+
+@pytest.mark.values
+def test_the_peak_falls_with_the_share_of_state_on_the_host(sim_world):
+    shares = [OffloadPolicy(optimizer="host", share=share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    for none, *some, most in sim_world(2).run(peaks, *shares).values:
+        print(none, some, most)
+        assert most <= 0.55 * none
+        assert [none, *some, most] == sorted([none, *some, most], reverse=True)
