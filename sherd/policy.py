@@ -136,7 +136,7 @@ class OffloadPolicy:
         pin_memory: use page-locked host memory, so that copies overlap with compute. Ignored without an accelerator.
 
     Raises:
-        PolicyError: a place that does not exist; something that would rest nearer than the gradients, where the step is.
+        PolicyError: no such place; or something would rest nearer than the gradients, where the step is.
     """
 
     parameters: Place = field(default="device", kw_only=True)

@@ -30,7 +30,9 @@ def _complete(optimizer: Optimizer) -> None:
 watcher.complete_with(_complete)
 
 
-def _in_chunks(optimizer: Optimizer, plain: Callable[..., object], step: Callable[..., object]) -> Callable[..., object]:
+def _in_chunks(
+    optimizer: Optimizer, plain: Callable[..., object], step: Callable[..., object]
+) -> Callable[..., object]:
     units = [unit for ref in watcher.adopt(optimizer) if isinstance(unit := ref(), Unit)]
     groups = [weights.group for unit in units for weights in unit.weights if weights.group.is_brought]
     if not groups:

@@ -1,39 +1,122 @@
-"""A step a group at a time: optimizer state and masters that rest elsewhere come for the step of their group, and go.
+"""A step in chunks: optimizer state and masters that rest elsewhere come for the step of their chunk, and go.
 
-    to the step      group 1   group 2   group 3   group 4
-    the step                   group 1   group 2   group 3   group 4
-    back                                 group 1   group 2   group 3   group 4
+    to the step      chunk 1   chunk 2   chunk 3   chunk 4
+    the step                   chunk 1   chunk 2   chunk 3   chunk 4
+    back                                 chunk 1   chunk 2   chunk 3   chunk 4
 
-Copies in both directions are on lanes of their own, so compute waits for the first group only, and at most `IN_FLIGHT`
-groups have their state where the step is. Between steps `optimizer.state` has it where it rests.
+Copies in both directions are on lanes of their own, so compute waits for the first chunk only, and at most `IN_FLIGHT`
+chunks have their state where the step is. Between steps `optimizer.state` has it where it rests.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from sherd._torch import new_dtensor, replace_class, spec_of, swap_devices
 from sherd.comm.streams import Handoff, streams_for
-from sherd.engine import Group
-from sherd.engine.state.masters import Masters
-from sherd.tensor.local_step import params_replaced
+from sherd.engine import Group, as_sharded
+from sherd.layout.extent import Extent
+from sherd.tensor.local_step import LocalStep, SteppedSpan
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.sharded import rest_on
-from sherd.tensor.state_kind import State
+from sherd.tensor.state_kind import State, copy_of
+
+if TYPE_CHECKING:
+    from sherd.engine.state.fetching import RestingPlace
 
 IN_FLIGHT = 3
-"""One group that comes, one that is stepped, one that goes."""
+"""One chunk that comes, one that is stepped, one that goes."""
+
+CHUNK_NUMEL = 1 << 22
+"""The most elements of a shard buffer in one chunk, a multiple of 8. Their AdamW state is 32 MiB, and copies of it last
+longer than the host's calls."""
+
+Lists = Sequence[Sequence[torch.Tensor]]
+"""What an optimizer steps, by parameter group."""
 
 States = MutableMapping[torch.Tensor, State]
+Run = Callable[[Lists, States], None]
+"""Has the optimizer step these lists, with this state."""
+
+
+class Chunk(ABC):
+    """What is stepped together."""
+
+    def begin(self) -> None:  # noqa: B027  # most have nothing to note
+        """Note the state before the step."""
+
+    @abstractmethod
+    def fetch(self, async_op: bool) -> None:
+        """Bring what rests elsewhere, on the current stream."""
+
+    @abstractmethod
+    def step(self, run: Run) -> None:
+        """Step what was brought."""
+
+    @abstractmethod
+    def store(self, async_op: bool) -> None:
+        """Take back to where it rests what the step has left, on the current stream."""
+
+    @abstractmethod
+    def drop(self, gone: Handoff) -> None:
+        """Free what was brought. `gone`: it is back."""
+
+
+def step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Handoff:
+    """Step the chunks in order, each while the next one comes and the one before goes back.
+
+    Args:
+        chunks: at least one.
+        device: the one that computes.
+        run: steps lists with their state.
+
+    Returns:
+        The handoff of the last copy back.
+    """
+    come, go = streams_for(device).all_reduce, streams_for(device).reduce
+    came: list[Handoff] = []
+    gone: list[Handoff] = []
+
+    def fetch(number: int) -> None:
+        if number < len(chunks):
+            earlier = number - IN_FLIGHT
+            came.append(come.run(chunks[number].fetch, drop(earlier) if earlier >= 0 else None))
+
+    def drop(number: int) -> Handoff:
+        # What the lane brought is its memory, which it may hand out again: not before the copy back has read it.
+        chunks[number].drop(gone[number])
+        return gone[number]
+
+    for chunk in chunks:
+        chunk.begin()
+    come.follow_compute()
+    for number in range(IN_FLIGHT - 1):
+        fetch(number)
+    for number, chunk in enumerate(chunks):
+        came[number].wait()
+        chunk.step(run)
+        go.follow_compute()
+        gone.append(go.run(chunk.store))
+        fetch(number + IN_FLIGHT - 1)
+    for number in range(max(0, len(chunks) - IN_FLIGHT), len(chunks)):
+        drop(number)
+    return come.run(lambda async_op: None, gone[-1])
+
+
+def _near(value: Any, device: torch.device) -> Any:
+    """Returns a tensor of state on `device`; numbers, and tensors without dims, are where the step reads them."""
+    if not isinstance(value, torch.Tensor) or not value.ndim or (local := local_part(value)).device == device:
+        return value
+    return _around(local.to(device, non_blocking=True), value)
 
 
 def _around(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -41,106 +124,250 @@ def _around(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return new_dtensor(type(like), local, spec_of(like)) if isinstance(like, DTensor) else local
 
 
-class Chunk:
-    """What is stepped together.
+def _far(value: Any, before: Any, place: RestingPlace | None) -> Any:
+    """Returns a tensor of state where it rests: in `before`, if that is fit, else in a new one. None: where it is."""
+    if place is None or not _is_vector(value):
+        return value
+    local = local_part(value)
+    if isinstance(before, torch.Tensor):
+        far = local_part(before)
+        is_fit = (far.shape, far.dtype, far.device.type) == (local.shape, local.dtype, "cpu")
+        if is_fit and (far.is_pinned() or not place.pinned):
+            far.copy_(local, non_blocking=True)
+            return before
+    far = torch.empty_like(local, device="cpu", pin_memory=place.pinned)
+    return _around(far.copy_(local, non_blocking=True), value)
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+# Ranges of shard buffers
+
+
+class SpanState:
+    """The state of one span, where it rests."""
+
+    def __init__(self, span: SteppedSpan, group: Group, states: States) -> None:
+        self.span, self._group, self._states = span, group, states
+        self._before: State = {}
+
+    def begin(self) -> None:
+        """Note the state before the step. What was loaded goes to where it rests."""
+        state = self._states.get(self.span.flat, {})
+        for key, value in state.items():
+            if _is_vector(value) and not self._is_in_place(value):
+                state[key] = self._empty(value).copy_(value)
+        # Parts of a span are stepped one after another, each with its own count of steps.
+        self._before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
+
+    def near(self, start: int, stop: int) -> State:
+        """Returns the state of a part of the span where the step is."""
+        device = self._group.shard_buffer.device
+        return {
+            key: _near(value[start:stop], device) if _is_vector(value) else copy_of(value)
+            for key, value in self._before.items()
+        }
+
+    def put(self, start: int, state: State) -> None:
+        """Keep the `state` that a step has left of the part from `start` on."""
+        kept = self._states[self.span.flat]
+        for key, value in state.items():
+            own = kept.get(key)
+            if _is_vector(value):
+                if own is None:
+                    own = kept[key] = self._empty(value)
+                part = own[start : start + len(value)]
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value, non_blocking=True)
+            elif isinstance(own, torch.Tensor):
+                own.copy_(value)
+            else:
+                kept[key] = value
+
+    def _is_in_place(self, value: torch.Tensor) -> bool:
+        place = self._group.place
+        if not place.brings_state:
+            return value.device == self._group.shard_buffer.device
+        return value.device.type == "cpu" and (value.is_pinned() or not place.pinned)
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        place = self._group.place
+        device = torch.device("cpu") if place.brings_state else like.device
+        pinned = place.brings_state and place.pinned
+        return torch.empty(self.span.flat.shape, dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+class RangeChunk(Chunk):
+    """The parts of one group's spans in a range of the shard buffer, for an element-wise optimizer.
 
     Args:
-        lists: what the optimizer steps, by parameter group: parameters, or parts of them.
-        groups: the groups that all of it is in, whose state comes; none for what has its state where it is stepped.
-        are_shards: the optimizer steps the shards themselves, which are float32 meanwhile where they have masters.
+        group: the group.
+        extent: the range; it begins at a multiple of 8.
+        spans: all spans of the group.
+        num_lists: the number of the optimizer's parameter groups.
     """
 
-    def __init__(
-        self, lists: Sequence[Sequence[torch.Tensor]], groups: Sequence[Group] = (), are_shards: bool = False
-    ) -> None:
-        self.lists, self.groups, self._are_shards = lists, groups, are_shards
+    def __init__(self, group: Group, extent: Extent, spans: Sequence[SpanState], num_lists: int) -> None:
+        self._group, self._extent, self._num_lists = group, extent, num_lists
+        self._parts: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
+        self._shift: list[int] = []  # where it begins in the range
+        for each in spans:
+            begin = int(each.span.flat.storage_offset() - each.span.buffer.storage_offset())
+            start, stop = max(begin, extent.start), min(begin + each.span.flat.numel(), extent.stop)
+            if start < stop:
+                self._parts.append((each, start - begin, stop - begin))
+                self._shift.append(start - extent.start)
+        self._states: list[State] = []
+        self._brought: list[State] = []
+        self._masters: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def begin(self) -> None:
+        for each, start, _ in self._parts:
+            if start == 0:
+                each.begin()
+
+    def fetch(self, async_op: bool) -> None:
+        self._states = [each.near(start, stop) for each, start, stop in self._parts]
+        self._brought = [dict(state) for state in self._states]
+        if (masters := self._group.masters) is not None:
+            device, (low, carries) = self._group.shard_buffer.device, masters.at(self._extent)
+            self._masters = _near(low, device), _near(carries, device)
+
+    def step(self, run: Run) -> None:
+        weights = self._group.shard_buffer[self._extent.start : self._extent.stop]
+        masters, values = self._group.masters, weights
+        if masters is not None and self._masters is not None:
+            values = masters.joined(self._extent, *self._masters)
+        lists: list[list[torch.Tensor]] = [[] for _ in range(self._num_lists)]
+        lent: States = defaultdict(dict)
+        for (each, start, stop), shift, state in zip(self._parts, self._shift, self._states, strict=True):
+            part = nn.Parameter(values[shift : shift + stop - start].detach())
+            assert each.span.flat.grad is not None, "only shards with a gradient are in a span"
+            part.grad = each.span.flat.grad[start:stop]
+            lists[each.span.group_index].append(part)
+            lent[part] = state
+        run(lists, lent)
+        if masters is not None and self._masters is not None:
+            masters.split_into(self._extent, values, *self._masters)
+
+    def store(self, async_op: bool) -> None:
+        for (each, start, _), state in zip(self._parts, self._states, strict=True):
+            each.put(start, state)
+        if self._group.masters is not None and self._masters is not None:
+            for kept, near in zip(self._group.masters.at(self._extent), self._masters, strict=True):
+                if kept.device != near.device:
+                    kept.copy_(near, non_blocking=True)
+
+    def drop(self, gone: Handoff) -> None:
+        pairs = zip(self._states, self._brought, strict=True)
+        if any(
+            _is_vector(value) and value is not brought.get(key) for now, brought in pairs for key, value in now.items()
+        ):
+            gone.wait()  # the step has made it, so it is compute's memory
+        self._states, self._brought, self._masters = [], [], None
+
+
+def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[SteppedSpan]]]) -> list[Chunk]:
+    """Returns the chunks of a local step: ranges of the groups whose state comes, then all that is where it is stepped.
+
+    Spans without elements, of shards that are empty on this rank, count their steps there too.
+    """
+    chunks: list[Chunk] = []
+    in_ranges: set[int] = set()
+    for group, spans in by_group:
+        states = [SpanState(span, group, local.state) for span in spans if group.is_brought and span.flat.numel()]
+        starts = range(0, group.shard_numel, CHUNK_NUMEL) if states else ()
+        extents = [Extent(start, min(CHUNK_NUMEL, group.shard_numel - start)) for start in starts]
+        chunks += [each for extent in extents if (each := RangeChunk(group, extent, states, len(local.parts)))]
+        in_ranges.update(id(each.span.flat) for each in states)
+    rest = [[each for each in own if id(each) not in in_ranges] for own in local.parts]
+    return [*chunks, Shards(rest, local.state)] if any(rest) else chunks
+
+
+# Shards
+
+
+class Shards(Chunk):
+    """Parameters themselves, or parts of them, which are stepped as they are; masters as float32 shards meanwhile.
+
+    Args:
+        lists: what the optimizer steps.
+        resting: the optimizer's state.
+        groups: the groups of which something comes; none if all is where the step is.
+    """
+
+    def __init__(self, lists: Lists, resting: States, groups: Sequence[Group] = ()) -> None:
+        self._lists, self._resting, self._groups = lists, resting, groups
         self._stepped = [each for own in lists for each in own]
-        self.state: States = defaultdict(dict)
-        """The state of `_stepped` where the step is."""
-        self._masters: list[tuple[Masters, torch.Tensor, torch.Tensor]] = []
+        stepped = [(each.parameter, group) for group in groups for each in group.optimizer_params]
+        stepped += [(each.shard, group) for group in groups for each in group.parameters]  # of a flat parameter
+        self._group_of = {id(each): group for each, group in stepped}
+        self._state: States = defaultdict(dict)
         self._brought: dict[int, Any] = {}
-        self._has_new = False  # memory that was not brought here
+        self._masters: list[tuple[Group, torch.Tensor, torch.Tensor]] = []
 
-    def fetch(self, resting: Mapping[torch.Tensor, State], async_op: bool) -> None:
-        """Bring what rests elsewhere, on the current stream."""
+    def fetch(self, async_op: bool) -> None:
         for each in self._stepped:
-            if each in resting:
-                self.state[each] = {key: self._near(value) for key, value in resting[each].items()}
-        masters = [group.masters for group in self.groups if group.masters is not None]
-        self._masters = [(each, self._near(each.low), self._near(each.carries)) for each in masters]
+            if each in self._resting:
+                state, group = self._resting[each], self._group_of.get(id(each))
+                if group is not None:
+                    state = {key: _near(value, group.shard_buffer.device) for key, value in state.items()}
+                self._state[each] = dict(state)
+                self._brought |= {id(value): value for value in state.values()}
+        for group in self._groups:
+            if group.masters is not None:
+                device, masters = group.shard_buffer.device, group.masters
+                self._masters.append((group, _near(masters.low, device), _near(masters.carries, device)))
 
-    def _near(self, value: Any) -> Any:
-        """Returns a tensor of state where the step is; numbers, and tensors without dims, are there."""
-        if not self.groups or not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        local, device = local_part(value), self.groups[0].shard_buffer.device
-        if local.device != device:
-            value = _around(local.to(device, non_blocking=True), value)
-            self._brought[id(value)] = value
-        return value
-
-    @contextmanager
-    def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within this context `optimizer` has this chunk alone, and masters have their values."""
+    def step(self, run: Run) -> None:
         with ExitStack() as stack:
-            for masters, low, carries in self._masters:
-                stack.enter_context(masters.lent(low, carries))
-            for group in self.groups if self._are_shards else ():
-                stack.enter_context(_stepped_as_masters(group))
-            stack.enter_context(params_replaced(optimizer, self.lists, self.state))
-            yield
+            for group, low, carries in self._masters:
+                stack.enter_context(_stepped_as_masters(group, low, carries))
+            run(self._lists, self._state)
 
-    def store(self, resting: States, async_op: bool) -> None:
-        """Take back to where it rests what the step has left, on the current stream."""
+    def store(self, async_op: bool) -> None:
         for each in self._stepped:
-            if each in self.state:
-                before = resting.get(each, {})
-                resting[each] = {key: self._far(value, before.get(key)) for key, value in self.state[each].items()}
-        for masters, low, carries in self._masters:
-            for near, far in ((low, masters.low), (carries, masters.carries)):
+            if each in self._state:
+                before, group = self._resting.get(each, {}), self._group_of.get(id(each))
+                place = group.place if group is not None and group.place.brings_state else None
+                now = self._state[each].items()
+                self._resting[each] = {key: _far(value, before.get(key), place) for key, value in now}
+        for group, low, carries in self._masters:
+            assert group.masters is not None
+            for near, far in ((low, group.masters.low), (carries, group.masters.carries)):
                 if near is not far:
                     far.copy_(near, non_blocking=True)
 
-    def _far(self, value: Any, before: Any) -> Any:
-        """Returns `value` where it rests: `before`, with its values, or a new tensor."""
-        if not self.groups or not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        local, place = local_part(value), self.groups[0].place
-        if not place.brings_state:
-            return value
-        self._has_new |= id(value) not in self._brought
-        if isinstance(before, torch.Tensor):
-            far = local_part(before)
-            if (far.shape, far.dtype, far.device.type) == (local.shape, local.dtype, "cpu") and (
-                far.is_pinned() or not place.pinned
-            ):
-                far.copy_(local, non_blocking=True)
-                return before
-        return _around(torch.empty_like(local, device="cpu", pin_memory=place.pinned).copy_(local, non_blocking=True), value)
-
     def drop(self, gone: Handoff) -> None:
-        """Free what was brought, and, once `gone` is done, what the step has made, which is compute's memory."""
-        if self._has_new:
-            gone.wait()
-        self.state, self._masters, self._brought, self._has_new = defaultdict(dict), [], {}, False
+        if any(id(value) not in self._brought for state in self._state.values() for value in state.values()):
+            gone.wait()  # the step has made it, so it is compute's memory
+        self._state, self._masters, self._brought = defaultdict(dict), [], {}
 
 
 @contextmanager
-def _stepped_as_masters(group: Group) -> Iterator[None]:
+def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) -> Iterator[None]:
     """Within this context the shards of `group`, the same objects, are its masters in float32."""
+    assert group.masters is not None
+    all_of_it = Extent(0, group.shard_numel)
+    values = group.masters.joined(all_of_it, low, carries)
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []
     try:
-        for each in group.optimizer_params if group.masters is not None else ():
-            assert group.masters is not None
-            shard, extent = each.record.optimizer_param, each.extent
-            assert isinstance(shard, DTensor), "shards are DTensors"
-            values = own_view(group.masters.values[extent.start : extent.stop]).view(each.shape)
-            other = as_dtensor(values, in_dtype(spec_of(shard), torch.float32)).requires_grad_(shard.requires_grad)
+        for each in group.optimizer_params:
+            shard, extent = as_sharded(each.parameter), each.extent
+            part = own_view(values[extent.start : extent.stop]).view(each.shape)
+            other = as_dtensor(part, in_dtype(spec_of(shard), torch.float32))
+            other.requires_grad_(shard.requires_grad)
             gradient, local = shard.grad, local_part(shard)
-            _exchange(shard, other, values)
+            _exchange(shard, other, part)
             shard.grad = gradient
             swapped.append((shard, other, local))
         yield
+        group.masters.split_into(all_of_it, values, low, carries)
     finally:
         for shard, other, local in swapped:
             is_dropped = shard.grad is None
@@ -154,37 +381,3 @@ def _exchange(shard: DTensor, other: DTensor, local: torch.Tensor) -> None:
     swap_devices(shard, other)
     replace_class(shard, type(shard), in_dtype(spec_of(shard), local.dtype))
     rest_on(shard, local)
-
-
-def step_chunks(chunks: Sequence[Chunk], resting: States, step: Callable[[Chunk], None]) -> Handoff:
-    """Step the chunks in order, by `step(chunk)`, each while the next one comes and the one before goes back.
-
-    Returns the handoff of the last copy back.
-    """
-    streams = streams_for(next(each.groups[0].device for each in chunks if each.groups))
-    come, go = streams.all_reduce, streams.reduce
-    came: list[Handoff] = []
-    gone: list[Handoff] = []
-
-    def fetch(number: int) -> None:
-        if number < len(chunks):
-            earlier = number - IN_FLIGHT
-            came.append(come.run(partial(chunks[number].fetch, resting), drop(earlier) if earlier >= 0 else None))
-
-    def drop(number: int) -> Handoff:
-        # What the lane brought is its memory, which it may hand out again: not before the copy back has read it.
-        chunks[number].drop(gone[number])
-        return gone[number]
-
-    come.follow_compute()
-    for number in range(IN_FLIGHT - 1):
-        fetch(number)
-    for number, chunk in enumerate(chunks):
-        came[number].wait()
-        step(chunk)
-        go.follow_compute()
-        gone.append(go.run(partial(chunk.store, resting)))
-        fetch(number + IN_FLIGHT - 1)
-    for number in range(max(0, len(chunks) - IN_FLIGHT), len(chunks)):
-        drop(number)
-    return come.run(lambda async_op: None, gone[-1])

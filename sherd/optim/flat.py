@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -32,7 +32,7 @@ from sherd.comm.streams import Handoff
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.optim.chunks import Chunk, step_chunks
+from sherd.optim.chunks import Chunk, Lists, States, chunks_of, step_chunks
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
 from sherd.tensor.state_kind import State, copy_of
@@ -43,9 +43,6 @@ else:
     _Optimizer = object  # the user's own class, which follows among the bases, is an Optimizer
 
 Key = TypeVar("Key")
-
-States = MutableMapping[torch.Tensor, State]
-"""The state of an optimizer, by parameter."""
 
 NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,
@@ -191,7 +188,7 @@ class Stepper:
         num_states = len(optimizer.state)
         with local.lent_to(optimizer):
             if in_chunks and self._chunks:
-                self._last_copy = step_chunks(self._chunks, local.state, partial(self._step_chunk, optimizer))
+                self._last_copy = step_chunks(self._chunks, self._device, partial(self._step_lists, optimizer))
             else:
                 with self._forms(optimizer, local.parts):
                     self._plain_step(optimizer)
@@ -202,8 +199,8 @@ class Stepper:
         if len(optimizer.state) != num_states:
             local.put_in_order(optimizer)
 
-    def _step_chunk(self, optimizer: Optimizer, chunk: Chunk) -> None:
-        with self._forms(optimizer, chunk.lists), chunk.lent_to(optimizer):
+    def _step_lists(self, optimizer: Optimizer, lists: Lists, state: States) -> None:
+        with self._forms(optimizer, lists), params_replaced(optimizer, lists, state):
             self._plain_step(optimizer)
 
     def wait_for_copies(self) -> None:
@@ -257,7 +254,10 @@ class Stepper:
             state_of[shard].update(numbers)
             del views[id(shard)]
         local = LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
-        self._chunks = _chunks_of(local.parts, by_group) if any(group.is_brought for group, _ in by_group) else []
+        self._chunks = []
+        if any(group.is_brought for group, _ in by_group):
+            self._device = by_group[0][0].device
+            self._chunks = chunks_of(local, by_group)
         return local
 
 
@@ -265,24 +265,8 @@ def _span_of(group: Group, members: Members, index_of: Mapping[int, int]) -> Ste
     number, masters = index_of[id(members[0][0])], group.masters
     if masters is None:
         return SteppedSpan(number, group.shard_buffer, members)
-    with masters.allocated():
-        return SteppedSpan(number, masters.values, members)
-
-
-def _chunks_of(
-    parts: Sequence[Sequence[torch.Tensor]], by_group: Sequence[tuple[Group, Sequence[SteppedSpan]]]
-) -> list[Chunk]:
-    """Returns the parts of a step by group, and in a last chunk those that are stepped where they rest."""
-    chunks, brought = [], set[int]()
-    for group, spans in by_group:
-        if group.is_brought and spans:
-            lists: list[list[torch.Tensor]] = [[] for _ in parts]
-            for span in spans:
-                lists[span.group_index].append(span.flat)
-                brought.add(id(span.flat))
-            chunks.append(Chunk(lists, [group]))
-    rest = [[each for each in own if id(each) not in brought] for own in parts]
-    return [*chunks, Chunk(rest)] if any(rest) else chunks
+    with masters.with_form() as form:
+        return SteppedSpan(number, form, members)
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:

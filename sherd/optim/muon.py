@@ -20,7 +20,7 @@ from torch import nn
 from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shape
-from sherd.optim.flat import flatten_optimizer
+from sherd.optim.flat import FlatStep, flatten_optimizer
 from sherd.optim.gradients import zeros_as_gradient
 from sherd.optim.matrix import MatrixOptimizer, members_in, number_from_0, real_dtype, rows_of
 from sherd.optim.matrix_plan import Group, batch_of
@@ -291,6 +291,7 @@ class Muon(MatrixOptimizer):
             self._adamw.param_groups, self._adamw.state = others, self.state
             # Hooks, such as those that ask other ranks, see one step of one optimizer:
             # test_hooks_see_one_step_of_one_optimizer
+            assert isinstance(self._adamw, FlatStep)
             self._adamw._sherd_stepper.step(self._adamw, in_chunks=False)
 
     def others(self) -> Sequence[torch.Tensor]:

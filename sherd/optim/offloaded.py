@@ -1,7 +1,7 @@
-"""Steps of optimizers whose state, or whose masters, rest elsewhere: a unit at a time (`chunks.py`).
+"""Steps of optimizers whose state, or whose masters, rest elsewhere (`chunks.py`).
 
-An element-wise optimizer steps spans of the shard buffers, as if it were given to `flatten_optimizer`. `Muon` steps the
-matrices of one unit after those of another. Any other optimizer has all of its state where it steps meanwhile.
+An element-wise optimizer steps parts of the shard buffers, as if it were given to `flatten_optimizer`. `Muon`, and any
+other optimizer, has all of its state where it steps meanwhile.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch.optim import Optimizer
 
 from sherd.comm.streams import Handoff
 from sherd.engine import Group
-from sherd.optim.chunks import Chunk, step_chunks
+from sherd.optim.chunks import Lists, Shards, States, step_chunks
 from sherd.optim.flat import Stepper, step_spans, with_own_counts
-from sherd.optim.matrix import MatrixOptimizer
-from sherd.tensor.local_step import params_of
+from sherd.tensor.local_step import params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
 
 Step = Callable[..., object]
@@ -49,31 +47,14 @@ def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Ste
 
 
 def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: object, **kwargs: object) -> object:
-    """Step the shards themselves. Returns what the last step returns."""
-    lists = [group["params"] for group in optimizer.param_groups]
-    by_unit: dict[int, list[Group]] = {}
-    takes_parts = isinstance(optimizer, (MatrixOptimizer, *MATRIX_CLASSES)) and not (args or kwargs)
-    for group in groups:
-        by_unit.setdefault(id(group.parameters[0].owner) if takes_parts else 0, []).append(group)
-    brought = {id(each.parameter) for group in groups for each in group.optimizer_params}
-    brought |= {id(record.shard) for group in groups for record in group.parameters}
-    chunks = []
-    for own in by_unit.values():
-        ids = {id(each.parameter) for group in own for each in group.optimizer_params}
-        ids |= {id(record.shard) for group in own for record in group.parameters}
-        rest = [] if takes_parts else [id(each) for each in params_of(optimizer) if id(each) not in brought]
-        ids.update(rest)
-        chunks.append(Chunk([[each for each in of if id(each) in ids] for of in lists], own, are_shards=True))
-    if takes_parts and any(id(each) not in brought for each in params_of(optimizer)):
-        chunks.append(Chunk([[each for each in of if id(each) not in brought] for of in lists]))
+    """Step the shards themselves. Returns what the step returns."""
+    # All at once: products of matrices by the unit are rounded otherwise than those of all matrices of a shape.
+    chunk = Shards([group["params"] for group in optimizer.param_groups], optimizer.state, groups)
     results = []
 
-    def step_one(chunk: Chunk) -> None:
-        with chunk.lent_to(optimizer):
+    def run(lists: Lists, state: States) -> None:
+        with params_replaced(optimizer, lists, state):
             results.append(step(*args, **kwargs))
 
-    _copies[optimizer] = step_chunks(chunks, optimizer.state, step_one)
-    return results[-1]
-
-
-MATRIX_CLASSES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+    _copies[optimizer] = step_chunks([chunk], groups[0].device, run)
+    return results[0]

@@ -1,10 +1,11 @@
-"""Optimizer state, masters and gradients that rest elsewhere: the values of no offload to the last bit, fewer bytes on the
-device, no race and no wait of the host in a settled step."""
+"""Optimizer state, masters and gradients that rest elsewhere: the values of no offload to the last bit, fewer bytes on
+the device, no race and no wait of the host in a settled step."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 import simdevice
-from sherd import Blocks, CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned
+from sherd import Blocks, CPUOffloadPolicy, Flat, OffloadPolicy, Owned
+from sherd.optim import chunks
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 from tests.support.models import chain, noise
 
@@ -64,9 +66,11 @@ def trained(policy: OffloadPolicy, kind: Any, placement: Any, flattens: bool = F
     return stepped(model, optimizer, 4)
 
 
-def is_same(policy: OffloadPolicy, *options: Any) -> bool:
-    pairs = zip(trained(policy, *options), trained(OffloadPolicy(), *options), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+def is_same(policy: OffloadPolicy, *options: Any, chunk: int = 64) -> bool:
+    """In chunks that cut tensors, and parameter groups."""
+    with mock.patch.object(chunks, "CHUNK_NUMEL", chunk):
+        pairs = zip(trained(policy, *options), trained(OffloadPolicy(), *options), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
 
 
 KINDS = [
@@ -79,6 +83,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("axis", AXES)
 def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
     for options in KINDS:
@@ -93,8 +98,8 @@ def test_replicas_and_a_single_rank_do_so_too(axis, sim_world):
         assert all(sim_world(num_ranks).run(is_same, AXES[axis], optim.AdamW, None).values), num_ranks
 
 
-def peak_of_a_step(policy: OffloadPolicy, dtype: torch.dtype = torch.float32) -> int:
-    """The most bytes asked for in a settled step of a GPT with AdamW."""
+def of_a_step(policy: OffloadPolicy, dtype: torch.dtype = torch.float32) -> tuple[int, dict[str, int]]:
+    """The most bytes asked for in a settled step of a GPT with AdamW, and what the host waited for in its step."""
     before = held_before()
     torch.manual_seed(0)
     model: Any = GPT().to("sim").to(dtype)
@@ -103,25 +108,35 @@ def peak_of_a_step(policy: OffloadPolicy, dtype: torch.dtype = torch.float32) ->
         sherd.fully_shard(unit, mesh=mesh, offload_policy=policy)
     optimizer = optim.AdamW(model.parameters())
     tokens = torch.zeros(2, TOKENS, dtype=torch.long, device="sim")
-    peak = 0
     for _ in range(3):
         requested()
         model(tokens).logsumexp(-1).mean().backward()
+        simdevice.host_waits()
         optimizer.step()
+        waits = simdevice.host_waits()
         optimizer.zero_grad()
         gc.collect()
         peak = requested()
-    return peak - before
+    return peak - before, waits
 
 
-def peaks(*policies: OffloadPolicy) -> list[int]:
-    return [peak_of_a_step(policy) for policy in policies]
+def of_steps(policies: list[OffloadPolicy], *options: Any) -> list[tuple[int, dict[str, int]]]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 1 << 16):
+        return [of_a_step(policy, *options) for policy in policies]
 
 
-@pytest.mark.values
 def test_the_peak_falls_with_the_share_of_state_on_the_host(sim_world):
     shares = [OffloadPolicy(optimizer="host", share=share) for share in (0, 0.25, 0.5, 0.75, 1)]
-    for none, *some, most in sim_world(2).run(peaks, *shares).values:
-        print(none, some, most)
-        assert most <= 0.55 * none
-        assert [none, *some, most] == sorted([none, *some, most], reverse=True)
+    for found in sim_world(2).run(of_steps, shares).values:
+        peaks = [peak for peak, _ in found]
+        assert peaks == sorted(peaks, reverse=True)
+        assert peaks[0] - peaks[2] == pytest.approx((peaks[0] - peaks[-1]) / 2, rel=0.25)
+        assert peaks[-1] <= 0.55 * peaks[0]
+        assert not any(waits for _, waits in found)
+
+
+def test_masters_take_two_bytes_and_a_bit_of_an_element_where_they_rest(sim_world):
+    policies = [OffloadPolicy(optimizer="host", masters=masters) for masters in ("host", "device")]
+    for (far, waits), (near, _) in sim_world(2).run(of_steps, policies, torch.bfloat16).values:
+        assert near - far == pytest.approx(2.125 * sum(each.numel() for each in GPT().parameters()) / 2, rel=0.1)
+        assert not waits

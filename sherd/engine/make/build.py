@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
@@ -24,7 +25,7 @@ from sherd.engine.state.loads import forget_loads, loads_balance, policy_of_next
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
-from sherd.errors import ModuleError, OwnershipError, in_short
+from sherd.errors import ModuleError, OwnershipError, PolicyError, in_short
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
@@ -48,10 +49,13 @@ def make_unit(
     Raises:
         ModuleError: a unit around `modules` was made before, and has all their parameters.
         PlacementError: a parameter cannot be cut as asked.
-        PolicyError: `precision` has a function that returned a dtype which it may not.
+        PolicyError: `precision` has a function that returned a dtype which it may not; or `offload` asks for masters of
+            parameters that are not bfloat16.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(belongings.borrowed, mesh)
+    if offload.masters is not None:
+        _require_masters_possible(belongings.owned)
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
@@ -178,6 +182,16 @@ def owners_of(borrowed: Sequence[BorrowedParameter], mesh: DataMesh) -> list[Uni
             )
         owners[owner.id] = owner
     return list(owners.values())
+
+
+def _require_masters_possible(owned: Sequence[DiscoveredParameter]) -> None:
+    for name, parameter in ((each.name, each.parameter) for each in owned if each.parameter.requires_grad):
+        if parameter.dtype != torch.bfloat16 or hasattr(parameter, "fsdp_pre_all_gather"):
+            kind = parameter.dtype if type(parameter) in (nn.Parameter, DTensor) else type(parameter).__name__
+            raise PolicyError(
+                f"OffloadPolicy(masters=...) keeps float32 masters of bfloat16 parameters, and {name} is {kind}; call "
+                "model.to(torch.bfloat16) first, or leave masters out for its unit"
+            )
 
 
 def _require_something_left(
