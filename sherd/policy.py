@@ -96,7 +96,7 @@ class Disk:
     """A folder on a disk of this host, for scratch files. They have no names, and end with their process.
 
     Args:
-        path: the folder; it is made if the folder above it exists. It may hold other files, and ranks and jobs share it.
+        path: the folder; it is made if the folder above it exists. It may hold other files, and other jobs may use it.
     """
 
     path: str

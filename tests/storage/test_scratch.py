@@ -371,6 +371,44 @@ def test_a_file_that_was_cut_and_bytes_that_never_reached_the_disk_are_told(tmp_
     lost.close()
 
 
+LOST = """
+import os, sys
+from sherd.errors import ScratchError
+from sherd.storage.scratch import Scratch
+file = Scratch(sys.argv[1]).file("layers.0", 40 << 20)
+content, into = memoryview(os.urandom(40 << 20)), bytearray(40 << 20)
+file.write_from(content).wait()
+os.sync()
+file.drop()
+try:
+    file.read_into(memoryview(into)).wait()
+except ScratchError as error:
+    print(error)
+else:
+    assert into == content, "other bytes were read than written, without an error"
+"""
+
+
+@pytest.mark.slow
+def test_bytes_that_a_real_disk_lost_after_they_were_written_are_told(tmp_path):
+    """The disk is a file of 64 MiB in 24 MiB of memory: the system takes what is written, and then cannot write it."""
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    mount = (
+        f"mkdir {memory} {disk} && mount -t tmpfs -o size=24m tmpfs {memory} && truncate -s 64m {memory}/disk && "
+        f"mkfs.ext4 -q -O ^has_journal {memory}/disk && mount -o loop {memory}/disk {disk}"
+    )
+    unmount = f"umount {disk}; umount {memory}"
+    tried = ["unshare", "-m", "sh", "-c", f"{mount} && {unmount}"]
+    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True).returncode:
+        pytest.skip("this system lets this process mount no disk")
+    shutil.rmtree(memory)
+    shutil.rmtree(disk)
+    command = f"{mount} && {sys.executable} -c '{LOST}' {disk}; {unmount}"
+    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "layers.0 in " in ended.stdout, ended.stderr
+    assert "for bytes that were written before" in ended.stdout
+
+
 # The end of a process
 
 LIFE = """
