@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from sherd.api.refreshing import Refreshed as Refreshed
     from sherd.api.refreshing import refresh as refresh
     from sherd.api.save_pretrained import save_pretrained as save_pretrained
+    from sherd.api.tiles import chunked_cross_entropy as chunked_cross_entropy
+    from sherd.api.tiles import tiled as tiled
     from sherd.api.unsharded import unsharded as unsharded
     from sherd.api.weights_out import iter_full_parameters as iter_full_parameters
     from sherd.backward_steps import StepsInBackward as StepsInBackward
@@ -150,6 +152,7 @@ _HOMES = {
     "async_save": "sherd.api.checkpoints",
     "auto_shard": "sherd.api.auto_shard",
     "capturable": "sherd.tools.verify.capture",
+    "chunked_cross_entropy": "sherd.api.tiles",
     "clip_grad_norm_": "sherd.clip",
     "explain_memory": "sherd.tools.plan.explaining",
     "explain_migration": "sherd.tools.migrate",
@@ -169,6 +172,7 @@ _HOMES = {
     "share_comm_ctx": "sherd.api.module",
     "step": "sherd.uneven.guarded_step",
     "step_in_backward": "sherd.backward_steps",
+    "tiled": "sherd.api.tiles",
     "track_memory": "sherd.memory.report",
     "unsharded": "sherd.api.unsharded",
     "verify_equivalence": "sherd.tools.verify.equivalence",

@@ -19,6 +19,7 @@
     ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
     │   ├── NoCheckpointError FileNotFoundError  a folder without a complete checkpoint
     │   └── StorageError              storage that fails, so it is unknown which checkpoints are complete
+    │       └── ScratchError          a folder for scratch files that cannot be used, is full or has failed
     ├── ClusterError    ValueError    a cluster file that cannot be read, or with a wrong entry
     ├── InputError      ValueError    an unusable argument of the `sherd` command or of `plan`
     ├── MemoryLimitError MemoryError  tensors take more bytes than the user allows
@@ -53,6 +54,7 @@ __all__ = [
     "PolicyError",
     "PolicyTypeError",
     "RanksDifferError",
+    "ScratchError",
     "ShardedAccessError",
     "SherdError",
     "StateError",
@@ -150,6 +152,12 @@ class StorageError(CheckpointError):
 
     No older checkpoint is loaded instead, and a run does not start again. Try again once the storage answers.
     """
+
+
+class ScratchError(StorageError):
+    """A folder for scratch files, `Disk(path)`, that cannot be used, is full, or has failed. No checkpoint is there."""
+
+    _names_rank = True
 
 
 class ClusterError(SherdError, ValueError):

@@ -93,10 +93,10 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder on a disk of this host, for scratch files: made, locked and removed by the job, and never a checkpoint.
+    """A folder on a disk of this host, for scratch files. They have no names, and end with their process.
 
     Args:
-        path: the folder. Each rank makes one of its own inside.
+        path: the folder; it is made if the folder above it exists. It may hold other files, and other jobs may use it.
     """
 
     path: str

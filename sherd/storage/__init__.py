@@ -1,1 +1,1 @@
-"""Checkpoints as files, without torch and without ranks: their content, and how they are written, found and read."""
+"""Files, without torch and without ranks: how checkpoints are written, found and read; scratch files."""
