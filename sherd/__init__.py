@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from sherd.policy import CommPolicy as CommPolicy
     from sherd.policy import CPUOffloadPolicy as CPUOffloadPolicy
     from sherd.policy import DataParallelMeshDims as DataParallelMeshDims
+    from sherd.policy import Disk as Disk
     from sherd.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from sherd.policy import OffloadPolicy as OffloadPolicy
     from sherd.policy import PrefetchPolicy as PrefetchPolicy
@@ -105,6 +106,7 @@ _HOMES = {
     "CommPolicy": "sherd.policy",
     "DTensorExtensions": "sherd.fsdp1.extensions",
     "DataParallelMeshDims": "sherd.policy",
+    "Disk": "sherd.policy",
     "Ema": "sherd.api.ema",
     "EquivalenceReport": "sherd.tools.verify.report",
     "FSDPExtensions": "sherd.fsdp1.extensions",

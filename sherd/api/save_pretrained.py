@@ -31,7 +31,7 @@ from sherd.checkpoint.full_tensors import Full, FullTensors, TensorSource, file_
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
-from sherd.storage.places import Disk, flush
+from sherd.storage.places import DiskPlace, flush
 
 MAX_SHARD_BYTES = 5_000_000_000
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -107,7 +107,7 @@ def save_pretrained(
     parts = in_buckets(named.sources, lambda source: source.nbytes, max_shard_bytes)
     files = dict(zip(file_names(len(parts)), parts, strict=True))
     with _staging_folder(Path(path)) as (part, ranks, purpose):
-        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), purpose)
+        sizes = write_files(tensors, files, named.converted, ranks, DiskPlace(part), purpose)
 
         def finish() -> None:
             for name, size in zip(files, sizes, strict=True):
@@ -210,7 +210,7 @@ def _write_index_config(
         texts[INDEX] = json.dumps({"metadata": counts, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
     for name, text in texts.items():
         encoded = text.encode()
-        Disk(part).write(name, lambda encoded=encoded: iter([memoryview(encoded)]))  # type: ignore[misc]
+        DiskPlace(part).write(name, lambda encoded=encoded: iter([memoryview(encoded)]))  # type: ignore[misc]
 
 
 # The adapters of a PeftModel
@@ -231,7 +231,7 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
                 raise UnsupportedError(named)
             sources = [TensorSource(own, dict.fromkeys(of, tensors.described[own])) for own, of in named.items()]
             place = part / adapter
-            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), purpose)
+            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, DiskPlace(place), purpose)
 
             def finish(adapter: str = adapter, config: Any = config, place: Path = place) -> None:
                 _write_adapter_config(adapted, config, place)

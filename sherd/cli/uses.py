@@ -13,7 +13,7 @@ from sherd.cli.terminal import say
 from sherd.errors import CheckpointError, InputError
 from sherd.storage.folder import Folder, checked
 from sherd.storage.manifest import MANIFEST
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.tools.simulate.values import at_least
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import MODEL, Config
@@ -104,9 +104,9 @@ def pick(run: str | None) -> Checkpoint:
     if not path.is_dir():
         raise InputError(f"{path} is no folder; name a run's, as in runs/1, or a checkpoint's")
     if not path.name.startswith("step-") and not (path / MANIFEST).exists():
-        return newest(Folder(Disk(path)) if any(path.glob("step-*")) else folder_in(path))
+        return newest(Folder(DiskPlace(path)) if any(path.glob("step-*")) else folder_in(path))
     try:
-        return Checkpoint(place := Disk(path), checked(place))
+        return Checkpoint(place := DiskPlace(path), checked(place))
     except CheckpointError as error:
         raise InputError(Exception.__str__(error)) from error
 

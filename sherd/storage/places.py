@@ -141,7 +141,7 @@ def place_of(path: str | os.PathLike[str], **options: object) -> Place:
         return Remote.of(text, options)
     if options:
         raise CheckpointError(f"{text} is on a disk, which takes no options: {', '.join(options)}")
-    return Disk(Path(rest if is_url else text))
+    return DiskPlace(Path(rest if is_url else text))
 
 
 # Folders of a disk
@@ -156,7 +156,7 @@ _EARLY_BYTES = 16 << 20
 """A write starts the disk's own writing each time it has handed over this many bytes."""
 
 
-class Disk(Place):
+class DiskPlace(Place):
     """A folder of a file system."""
 
     def __init__(self, path: Path) -> None:
@@ -165,8 +165,8 @@ class Disk(Place):
     def __str__(self) -> str:
         return str(self.path)
 
-    def below(self, name: str) -> Disk:
-        return Disk(self.path / name)
+    def below(self, name: str) -> DiskPlace:
+        return DiskPlace(self.path / name)
 
     def names(self) -> list[str]:
         try:

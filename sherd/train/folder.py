@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from sherd.errors import CheckpointError
-from sherd.storage.places import Disk, Lock, mode_of
+from sherd.storage.places import DiskPlace, Lock, mode_of
 from sherd.train.config import InputError
 from sherd.train.saved import NoCheckpoint, folder_in, newest
 
@@ -44,7 +44,7 @@ def claimed(named: str, held: contextlib.ExitStack) -> tuple[Path, bool]:
     """
     try:
         out, is_new = (Path(named), not mode_of(Path(named))) if named else (_numbered(), True)
-        if held.enter_context(Disk(out).locked(shared=False, make=True)) is Lock.BUSY:
+        if held.enter_context(DiskPlace(out).locked(shared=False, make=True)) is Lock.BUSY:
             raise InputError(f"{out} is in use by another run; wait for its end, or choose another --out")
         probe = out / ".writable"  # a lock file from before says nothing of the folder
         probe.touch()

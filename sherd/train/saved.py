@@ -13,7 +13,7 @@ from typing import Any
 from sherd.errors import CheckpointError
 from sherd.storage.folder import BRING_BACK, Folder
 from sherd.storage.manifest import Manifest
-from sherd.storage.places import Disk, Place
+from sherd.storage.places import DiskPlace, Place
 from sherd.train.config import FREE, MODEL, Config, InputError
 
 __all__ = ["CHECKPOINTS", "Checkpoint", "NoCheckpoint", "Start", "folder_in", "going_on", "newest"]
@@ -108,7 +108,7 @@ class NoCheckpoint(InputError):
 
 
 def folder_in(out: Path) -> Folder:
-    return Folder(Disk(out / CHECKPOINTS))
+    return Folder(DiskPlace(out / CHECKPOINTS))
 
 
 def newest(folder: Folder) -> Checkpoint:

@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_older_export(tmp_path
         for parameter in model.parameters():
             parameter.zero_()
     dist.barrier()
-    write = sherd.storage.places.Disk.write
+    write = sherd.storage.places.DiskPlace.write
 
     def failing(self: Any, name: str, chunks: Any) -> None:
         if dist.get_rank() == 1:
@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_older_export(tmp_path
         write(self, name, chunks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sherd.storage.places.Disk, "write", failing)
+        patch.setattr(sherd.storage.places.DiskPlace, "write", failing)
         with pytest.raises(CheckpointError, match=r"on rank 1.*No space left"):
             sherd.save_pretrained(model, tmp_path, max_shard_bytes=4000)
     dist.barrier()

@@ -32,7 +32,7 @@ from sherd.errors import (
 )
 from sherd.storage.files import Opened
 from sherd.storage.manifest import signed
-from sherd.storage.places import Disk, place_of
+from sherd.storage.places import DiskPlace, place_of
 from tests.checkpoint.layouts import built, filled, model_in, optimizer_of, train, trained_in, value
 from tests.support.comparing import assert_same, whole
 from tests.support.meshes import mesh_of
@@ -410,14 +410,14 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
 
 
 def slow(monkeypatch, event):
-    write = Disk.write
+    write = DiskPlace.write
 
     def wait(self, name, chunks):
         if name.endswith(".safetensors"):
             event.wait(20)
         write(self, name, chunks)
 
-    monkeypatch.setattr(Disk, "write", wait)
+    monkeypatch.setattr(DiskPlace, "write", wait)
 
 
 def test_training_goes_on_while_another_thread_writes_what_was(tmp_path, monkeypatch):
@@ -491,7 +491,7 @@ def one_rank_cannot(folder, how):
     own = object() if how == "object" and is_second else 0
     with pytest.MonkeyPatch.context() as patch:
         if how == "file" and is_second:
-            patch.setattr(Disk, "write", refuse)
+            patch.setattr(DiskPlace, "write", refuse)
         with pytest.raises(CheckpointError, match=words):
             sherd.save(folder, {"model": model, "x": own}, step=2)
 

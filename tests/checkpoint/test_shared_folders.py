@@ -19,7 +19,7 @@ from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, CommError
 from sherd.storage import folder as storage_folder
 from sherd.storage.folder import Folder
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from tests.checkpoint.layouts import filled, value
 from tests.support.ranks.bodies import on_processes
 
@@ -158,14 +158,14 @@ def test_all_ranks_load_one_save(world, tmp_path):
 
 def full_at(monkeypatch, name):
     """Writing a file of this name fails."""
-    write = Disk.write
+    write = DiskPlace.write
 
     def refused(self, given, chunks):
         if given == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, given, chunks)
 
-    monkeypatch.setattr(Disk, "write", refused)
+    monkeypatch.setattr(DiskPlace, "write", refused)
 
 
 def test_a_manifest_that_cannot_be_written_leaves_nothing_of_the_save(tmp_path, monkeypatch):
@@ -203,13 +203,13 @@ def test_a_checkpoint_that_is_loaded_by_its_path_is_guarded_and_removed_as_a_who
     original = restoring.Opened
 
     def prunes(place):
-        assert Folder(Disk(tmp_path)).prune(1) == []  # somebody loads here
+        assert Folder(DiskPlace(tmp_path)).prune(1) == []  # somebody loads here
         return original(place)
 
     with monkeypatch.context() as patch:
         patch.setattr(restoring, "Opened", prunes)
         assert sherd.load(paths[0], filled(0)).step == 1
-    assert Folder(Disk(tmp_path)).prune(1) == [1]
+    assert Folder(DiskPlace(tmp_path)).prune(1) == [1]
     assert not Path(paths[0]).exists()
     shutil.copytree(paths[1], tmp_path / "best")
     assert sherd.load(tmp_path / "best", filled(0)).step == 2

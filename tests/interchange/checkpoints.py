@@ -15,7 +15,7 @@ from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
 from sherd.storage.files import Content, write_file
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.tools.convert.contents import chunks_of as read_chunks
 from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
@@ -72,7 +72,7 @@ def put(folder, named, aliases=None, values=None, step=7, user=None):
             part = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
             content = Content(entries[name].dtype, tuple(part.shape), lambda part=part: chunks_of(part))
             inside[number][name_in_file(name, tuple(tensor.shape), box)] = content
-    place = Disk(folder).below(f"step-{step:08d}")
+    place = DiskPlace(folder).below(f"step-{step:08d}")
     files = tuple(write_file(place, f"abc-{at:05d}.safetensors", each, None, 64) for at, each in enumerate(inside))
     items = {name.split("/")[0] for name in named}
     values = values or {item: {"kind": "module"} for item in sorted(items)}

@@ -128,7 +128,7 @@ def test_other_adapters_are_in_folders_of_their_names(kind, way, world, tmp_path
 def test_only_adapters_are_gathered_and_one_rank_writes(tmp_path):
     """Which tensors are gathered, and by which rank files are written."""
     model, folder, gathered = sharded(adapted("lora")), str(tmp_path / "out"), []
-    read, write = FullTensors.read, sherd.storage.places.Disk.write
+    read, write = FullTensors.read, sherd.storage.places.DiskPlace.write
 
     def watched(self: Any, names: Any, *args: Any) -> Any:
         gathered.extend(names)
@@ -140,7 +140,7 @@ def test_only_adapters_are_gathered_and_one_rank_writes(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullTensors, "read", watched)
-        patch.setattr(sherd.storage.places.Disk, "write", refused)
+        patch.setattr(sherd.storage.places.DiskPlace, "write", refused)
         sherd.save_pretrained(model, folder, dtype=torch.bfloat16)
     assert len(gathered) == 8
     assert all("lora_" in name for name in gathered)
@@ -163,7 +163,7 @@ def test_an_older_export_is_replaced_or_stays(tmp_path):
         raise OSError(28, "No space left on device", name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sherd.storage.places.Disk, "write", failing)
+        patch.setattr(sherd.storage.places.DiskPlace, "write", failing)
         with pytest.raises(CheckpointError, match=r"on rank 0.*No space left"):
             sherd.save_pretrained(model, tmp_path)
     dist.barrier()

@@ -11,13 +11,13 @@ import pytest
 
 from sherd.errors import PolicyError
 from sherd.storage.folder import Folder, faults, file_name
-from sherd.storage.places import Disk, Lock
+from sherd.storage.places import DiskPlace, Lock
 from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(Disk(tmp_path / "checkpoints"))
+    return Folder(DiskPlace(tmp_path / "checkpoints"))
 
 
 def names(folder, step):
@@ -45,7 +45,7 @@ def test_the_newest_is_the_one_that_was_saved_last_and_reads_back_whatever_lates
     latest.unlink()
     assert folder.newest()[0].step == 20
     (tmp_path / "empty").mkdir()
-    assert Folder(Disk(tmp_path / "empty")).newest() == (None, [])
+    assert Folder(DiskPlace(tmp_path / "empty")).newest() == (None, [])
 
 
 SPOILS = [
@@ -62,7 +62,7 @@ SPOILS = [
 
 def test_a_spoiled_checkpoint_is_passed_over_and_the_reason_told(tmp_path):
     for number, (spoil, why) in enumerate(SPOILS):
-        folder = Folder(Disk(tmp_path / str(number)))
+        folder = Folder(DiskPlace(tmp_path / str(number)))
         tensors = save_into(folder, 1, seed=1)
         save_into(folder, 2, seed=2)
         spoil(folder.folder_of(2).path)
@@ -192,7 +192,7 @@ def test_a_linked_checkpoint_is_neither_chosen_nor_removed(folder, tmp_path):
     save_into(folder, 2)
     assert folder.newest()[0].step == 2
     assert folder.prune(1) == [1]
-    assert read_all(Disk(tmp_path / "step-00000009"))
+    assert read_all(DiskPlace(tmp_path / "step-00000009"))
 
 
 def test_a_damaged_checkpoint_and_what_is_not_named_as_ours_are_left_for_a_person(folder):
@@ -252,9 +252,9 @@ def test_files_whose_manifest_could_not_be_written_go_unless_nobody_can_tell_whe
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Disk, "write", broken)
+    monkeypatch.setattr(DiskPlace, "write", broken)
     with monkeypatch.context() as unreadable:
-        unreadable.setattr(Disk, "names", broken)
+        unreadable.setattr(DiskPlace, "names", broken)
         with pytest.raises(OSError, match="Input/output"):
             folder.finish(1, manifest)
     assert names(folder, 1) == files

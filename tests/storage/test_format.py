@@ -13,7 +13,7 @@ from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run
 from sherd.layout.extent import Extent
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import BITS, Entry, parsed
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from tests.storage import independent_reader
 from tests.storage.writing import read_all, save, tensors_of
 from tests.support.suites import examples
@@ -40,7 +40,7 @@ ALIASES = {"tied": "rows", "tied too": "runs"}
 
 
 def written(path, entries, **fields):
-    folder, tensors = Folder(Disk(path)), tensors_of(entries)
+    folder, tensors = Folder(DiskPlace(path)), tensors_of(entries)
     manifest = save(folder.folder_of(3), entries, tensors, 3, num_files=NUM_FILES, **fields)
     folder.finish(3, manifest)
     return folder.folder_of(3), tensors

@@ -9,7 +9,7 @@ import pytest
 
 from sherd.errors import StorageError
 from sherd.storage.folder import Folder
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
 from tests.support.suites import examples
 
@@ -113,7 +113,7 @@ def disk_at_once(monkeypatch):
 
 def number_of_calls(path):
     with calls_end_at(sys.maxsize, Killed()) as calls:
-        a_life(Folder(Disk(path)), [])
+        a_life(Folder(DiskPlace(path)), [])
     return calls.count
 
 
@@ -125,7 +125,7 @@ def test_whichever_call_is_the_last_what_was_reported_done_is_there(tmp_path, er
     total = number_of_calls(tmp_path / "counted")
     assert total > 100
     for last in range(1, total + 1, total // examples(total if isinstance(error, Killed) else total // 3)):
-        folder, done = Folder(Disk(tmp_path / str(last))), []
+        folder, done = Folder(DiskPlace(tmp_path / str(last))), []
         with contextlib.suppress(Killed, OSError, StorageError), calls_end_at(last, error):
             a_life(folder, done)
         holds_what_was_done(folder, done)
@@ -141,7 +141,7 @@ def test_whichever_call_is_the_last_what_was_reported_done_is_there(tmp_path, er
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
-    folder = Folder(Disk(tmp_path))
+    folder = Folder(DiskPlace(tmp_path))
     tensors = save_into(folder, 1)
 
     def full():

@@ -18,7 +18,7 @@ from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import BITS, Entry, File, Manifest, name_in_file, parsed, signed
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from tests.storage.writing import read_all, save, save_into, tensors_of
 from tests.support.refusals import refusal
 from tests.support.suites import examples
@@ -262,7 +262,7 @@ def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
 @given(st.data())
 def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_factory, data):
     """Whoever can sign a manifest can sum a file, too: what is read then lies within it."""
-    base = Disk(tmp_path_factory.mktemp("mutated"))
+    base = DiskPlace(tmp_path_factory.mktemp("mutated"))
     entries = {"w": Entry("F32", (4, 3), Grid(0)), "b": Entry("U8", (), Grid(0))}
     manifest = save(base, entries, tensors_of(entries), 1, block_bytes=1 << 20)
     path = base.path / manifest.files[0].name
@@ -308,7 +308,7 @@ def test_refusing_takes_memory_in_proportion_to_the_text_and_no_long_computation
 
 
 def test_sizes_that_are_only_claimed_are_not_allocated(tmp_path):
-    folder = Folder(Disk(tmp_path))
+    folder = Folder(DiskPlace(tmp_path))
     save_into(folder, 1)
     place = folder.folder_of(1)
     with open(place.path / "manifest.json", "r+b") as file:
@@ -327,11 +327,11 @@ def test_sizes_that_are_only_claimed_are_not_allocated(tmp_path):
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(CheckpointError, match="it is no file"):
-        read_manifest(Disk(tmp_path))
+        read_manifest(DiskPlace(tmp_path))
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        read_manifest(Disk(tmp_path))
+        read_manifest(DiskPlace(tmp_path))
 
 
 UNDER_O = """

@@ -6,7 +6,7 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from tests.storage.writing import SMALL, save, tensors_of
 from tests.support.refusals import refusal
 
@@ -14,7 +14,7 @@ from tests.support.refusals import refusal
 @pytest.fixture
 def opened(tmp_path):
     """`opened(entries, **fields)`: a checkpoint whose files hold SMALL and whose manifest says `entries`."""
-    place, checkpoints = Disk(tmp_path), []
+    place, checkpoints = DiskPlace(tmp_path), []
 
     def open_one(entries=SMALL, **fields):
         held = save(place, SMALL, tensors_of(SMALL), 1, num_files=2, save_id="ab")

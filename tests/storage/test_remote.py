@@ -6,7 +6,7 @@ import pytest
 
 from sherd.errors import CheckpointError
 from sherd.storage.folder import Folder
-from sherd.storage.places import Disk, Lock, place_of
+from sherd.storage.places import DiskPlace, Lock, place_of
 from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
 
 
@@ -55,7 +55,7 @@ def test_a_file_system_that_can_rename_shows_no_half_of_a_file():
 
 def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):
     assert place_of(f"file://{tmp_path}").path == place_of(tmp_path).path == tmp_path
-    assert isinstance(place_of("local:///x"), Disk)
+    assert isinstance(place_of("local:///x"), DiskPlace)
     with pytest.raises(CheckpointError, match="takes no options: endpoint_url"):
         place_of(tmp_path, endpoint_url="http://x")
 

@@ -18,7 +18,7 @@ import pytest
 
 from sherd.errors import ScratchError, StateError, StorageError
 from sherd.storage.folder import Folder
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.storage.scratch import Scratch, file_system_of
 from tests.support.suites import examples
 
@@ -185,7 +185,7 @@ def test_ranks_jobs_and_checkpoints_share_a_folder_in_which_nothing_is_seen(tmp_
         written(files[1], b"two ")
         assert [read(file) for file in files] == [b"one ", b"two "]
         assert os.listdir(tmp_path) == ["mine.txt"]
-        assert Folder(Disk(tmp_path)).newest() == (None, [])
+        assert Folder(DiskPlace(tmp_path)).newest() == (None, [])
         one.close()
         assert read(files[1]) == b"two "
     assert (tmp_path / "mine.txt").read_text() == "stays"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sherd.storage.folder import Folder
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.train.codes import NOT_SAVED, STOPPED
 from tests.support.ranks.forked import sherd, start
 from tests.train.test_loop import TREE
@@ -164,7 +164,7 @@ def require(first: Run, code: int, saved: int, second: Run, never_killed: dict[i
     for record in second.records("step"):  # also those that were done twice
         assert record["loss"] == never_killed[record["step"]], context
     assert max(reported) == STEPS, context
-    folder = Folder(Disk(second.out / "checkpoints"))
+    folder = Folder(DiskPlace(second.out / "checkpoints"))
     assert len(folder.whole()) == len(folder.steps()), context
     assert not folder.sweep(), context
 

@@ -13,7 +13,7 @@ from sherd.layout.boxes import Grid
 from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, signed
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.train import checkpoint, rank, saved
 from sherd.train.checkpoint import NotSaved, Saver
 from sherd.train.config import Config, InputError
@@ -37,7 +37,7 @@ def manifest(step=3, files=(), **changed):
 
 def put(out, step, **changed):
     """A checkpoint as `save` leaves it."""
-    folder = Folder(Disk(out / "checkpoints"))
+    folder = Folder(DiskPlace(out / "checkpoints"))
     file = write_file(folder.folder_of(step), DATA, {"model/w": Content("U8", (4,), lambda: [memoryview(b"1234")])})
     folder.finish(step, manifest(step, (file,), **changed))
     return out / "checkpoints" / f"step-{step:08}"
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_another_format_or_program_is_refused_and_no_older_one_t
     with pytest.raises(InputError, match="has format 'sherd/2'; this version reads 'sherd/1'") as caught:
         newest(tmp_path)
     assert not isinstance(caught.value, saved.NoCheckpoint), "--resume-or-start would begin anew"
-    folder = Folder(Disk(tmp_path / "other" / "checkpoints"))
+    folder = Folder(DiskPlace(tmp_path / "other" / "checkpoints"))
     file = write_file(folder.folder_of(1), DATA, {})
     folder.finish(1, Manifest(1, "0a", "2026-01-01T00:00:00Z", 1, (file,), {}, user={"config": {}}))
     said = refused(newest, tmp_path / "other")
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_format_or_program_is_refused_and_no_older_one_t
 
 
 def test_a_checkpoint_of_another_model_or_text_is_refused_and_changes_that_reach_the_losses_are_told(tmp_path):
-    found = Checkpoint(Disk(tmp_path), manifest())
+    found = Checkpoint(DiskPlace(tmp_path), manifest())
     found.check_model(Config())
     said = "another model, with width: 128 -> 64, tied: True -> False; use another --out"
     assert said in refused(found.check_model, Config(width=64, tied=False))
@@ -190,7 +190,7 @@ def test_a_single_bit_changed_is_found_and_the_older_one_taken_while_it_is_whole
 
 def refused_on(number, what, out):
     model, optimizer = small()
-    real = Disk.write
+    real = DiskPlace.write
 
     def write(self, name, chunks):
         if name.endswith(what) and "step-00000008" in str(self):
@@ -198,7 +198,7 @@ def refused_on(number, what, out):
                 raise OSError(errno.ENOSPC, "No space left on device", name)
         real(self, name, chunks)
 
-    with mock.patch.object(Disk, "write", write) if dist.get_rank() == number else contextlib.nullcontext():
+    with mock.patch.object(DiskPlace, "write", write) if dist.get_rank() == number else contextlib.nullcontext():
         return refusal(NotSaved, save_twice, saver(out, model, optimizer), Config())
 
 

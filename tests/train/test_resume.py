@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from torch import distributed as dist
 
-from sherd.storage.places import Disk
+from sherd.storage.places import DiskPlace
 from sherd.train.checkpoint import NotSaved
 from sherd.train.config import Config, assigned
 from sherd.train.loop import train
@@ -54,7 +54,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_last_bit_as_one_that_is_not(world,
 
 def not_written(config, out):
     """What a run says whose rank 1 cannot write the checkpoint of step 4; and how many steps it did."""
-    real = Disk.write
+    real = DiskPlace.write
 
     def write(self, name, chunks):
         if "step-00000004" in str(self) and dist.get_rank() == 1:
@@ -62,7 +62,7 @@ def not_written(config, out):
         real(self, name, chunks)
 
     report, trainer = Recorded(), trainer_of(config)
-    with mock.patch.object(Disk, "write", write), pytest.raises(NotSaved) as caught:
+    with mock.patch.object(DiskPlace, "write", write), pytest.raises(NotSaved) as caught:
         train(trainer, out, report)
     saved = [record["step"] for event, record in report.records if event == "checkpoint"]
     return str(caught.value), saved, trainer.done

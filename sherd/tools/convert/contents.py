@@ -15,7 +15,7 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
 from sherd.storage.manifest import nbytes_of
-from sherd.storage.places import Disk, Readable
+from sherd.storage.places import DiskPlace, Readable
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The names of items in checkpoints of formats that have no names for items."""
@@ -167,6 +167,6 @@ def path_inside(folder: Path, name: object, where: str) -> Path:
 def open_file(path: Path) -> Readable:
     """Returns the file at `path`, open. Raises CheckpointError if it cannot be read."""
     try:
-        return Disk(path.parent).open(path.name)
+        return DiskPlace(path.parent).open(path.name)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -21,7 +21,7 @@ from sherd._torch import storage_info
 from sherd.checkpoint.encoding import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
-from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.places import DiskPlace, Readable, read_file
 from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
 from sherd.tools.convert.of_torch import Range, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
@@ -254,7 +254,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
                 written[key] = storage_info(name, start, file.tell() - start)
             paths[flat], places[index] = at, written[key]
     metadata = meta.Metadata(kinds, paths, places, meta.StorageMeta(), version="1.0.0")
-    Disk(path).write(METADATA, lambda: [memoryview(pickle.dumps(metadata))])
+    DiskPlace(path).write(METADATA, lambda: [memoryview(pickle.dumps(metadata))])
     return left_out_of_tree(contents)
 
 

@@ -18,7 +18,7 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.files import Content, write_file
 from sherd.storage.manifest import Stored, header_in, nbytes_of, read_json
-from sherd.storage.places import Disk, Readable, mode_of, read_file
+from sherd.storage.places import DiskPlace, Readable, mode_of, read_file
 from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec, in_pieces, open_file, path_inside
 from sherd.tools.convert.of_torch import Storage, strided
 from sherd.tools.convert.state_trees import Collected
@@ -151,7 +151,7 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
             tensor: Content(tensors[tensor].dtype, tensors[tensor].shape, partial(read, begin + tensor))
             for tensor in names
         }
-        write_file(Disk(folder), name, content_of, metadata)
+        write_file(DiskPlace(folder), name, content_of, metadata)
         weight_map |= dict.fromkeys(names, name)
     if len(files) > 1:
         total = sum(spec.nbytes for spec in tensors.values())

@@ -25,7 +25,7 @@ import torch
 from sherd.checkpoint.encoding import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
 from sherd.layout.boxes import Box, spans, whole
-from sherd.storage.places import Disk, Readable, mode_of, read_file
+from sherd.storage.places import DiskPlace, Readable, mode_of, read_file
 from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec
 from sherd.tools.convert.of_torch import TorchFile, opened, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
@@ -109,11 +109,11 @@ class _Rested(Readable):
 
     def __init__(self, path: Path) -> None:
         self._path, self.name = path, str(path)
-        with closing(Disk(path.parent).open(path.name)) as file:
+        with closing(DiskPlace(path.parent).open(path.name)) as file:
             self.nbytes = file.nbytes
 
     def read_into(self, start: int, into: memoryview) -> None:
-        with closing(Disk(self._path.parent).open(self._path.name)) as file:
+        with closing(DiskPlace(self._path.parent).open(self._path.name)) as file:
             file.read_into(start, into)
 
     def close(self) -> None:

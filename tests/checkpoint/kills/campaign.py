@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sherd.storage.folder import Folder, faults
 from sherd.storage.manifest import MANIFEST
-from sherd.storage.places import PART, Disk
+from sherd.storage.places import PART, DiskPlace
 from tests.checkpoint.kills import program
 from tests.checkpoint.kills.cases import KILLS, Act, Case, Damage, Harm, Job, Target, drawn
 from tests.checkpoint.kills.crews import LOADER, Crew, Ends
@@ -48,7 +48,7 @@ class Judging:
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.wrong = case, list[str]()
         self.path, self._reports = str(folder / "saved"), str(folder / "reports")
-        self.folder = Folder(Disk(folder / "saved"))
+        self.folder = Folder(DiskPlace(folder / "saved"))
         self.damaged: set[int] = set()
         self.useless: set[int] = set()
         """Damaged ones that nobody may load. The others have a tensor file with a flipped bit: who does not read that
