@@ -21,7 +21,8 @@ EVEN = 1.1
 
 
 def forget_loads(mesh: DataMesh) -> None:
-    """Choose the owners of the next model over `mesh` as if it were the first."""
+    """Choose the owners, and what is offloaded, of the next model over `mesh` as if it were the first."""
+    _offloaded.clear()
     if mesh.shard_group is not None:
         _loads.pop(mesh.shard_group, None)
 
@@ -42,11 +43,12 @@ _offloaded: dict[OffloadPolicy, tuple[int, int]] = {}
 
 
 def policy_of_next(policy: OffloadPolicy, nbytes: int) -> OffloadPolicy:
-    """Returns the policy for the next unit made, of `nbytes`: `policy`, or none if the units before have its share."""
+    """Returns the policy for the next unit made, of `nbytes`: `policy`, or, if earlier units have its share, none."""
     if policy.share == 1.0:
         return policy
     taken, total = _offloaded.get(policy, (0, 0))
     total += nbytes
     is_next = taken + nbytes / 2 <= policy.share * total
     _offloaded[policy] = taken + nbytes * is_next, total
-    return policy if is_next else OffloadPolicy()
+    # What is not offloaded has masters too: with any share the values are the same.
+    return policy if is_next else OffloadPolicy(masters=policy.masters and "device")
