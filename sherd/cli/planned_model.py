@@ -71,7 +71,13 @@ class Planned:
         batch = self.batch(1, context)
         first = num_samples(batch)  # of a factory's own batch maybe more than one
         return Training(
-            self.model, lambda size: resized_batch(batch, first, size), self.layout, optimizer, compute_dtype, first
+            self.model,
+            lambda size: resized_batch(batch, first, size),
+            self.layout,
+            optimizer,
+            compute_dtype,
+            first,
+            keeps_dtype=self.config is not None,
         )
 
 

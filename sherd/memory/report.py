@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from sherd.engine import Runtime, Unit, sizes_of
 from sherd.errors import ModuleError
 from sherd.memory import watch
+from sherd.policy import Disk
 from sherd.requirements import require_int
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast
@@ -37,8 +39,8 @@ class MemoryRow:
 class MemoryReport:
     """The memory of sherd's buffers on this rank's device. `print` it for a table.
 
-    It counts shards, unsharded parameters, gradients and everything in between, but not the shards that rest in host
-    memory while an accelerator computes (`CPUOffloadPolicy`). It does not count the module's own buffers, nor the
+    It counts shards, unsharded parameters, gradients and everything in between. What rests elsewhere while an
+    accelerator computes (`OffloadPolicy`) is in `host` and `disk`. It does not count the module's own buffers, nor the
     tensors of autograd: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
@@ -47,6 +49,9 @@ class MemoryReport:
         predicted_moment: the moment of that peak, in words.
         measured_peak: the most bytes at once that the last `track_memory` saw in this model. None: it was not used.
         measured_moment: the moment of that peak, in words.
+        host: the bytes in host memory: `at_peak` with the gradients of a step. Allocators of pinned memory may round
+            them up, torch's to powers of two.
+        disk: the bytes on disks.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -54,6 +59,8 @@ class MemoryReport:
     predicted_moment: str
     measured_peak: int | None = None
     measured_moment: str | None = None
+    host: tuple[MemoryRow, ...] = ()
+    disk: tuple[MemoryRow, ...] = ()
 
     @property
     def now(self) -> int:
@@ -68,6 +75,10 @@ class MemoryReport:
         lines += _table(peak)
         if self.measured_peak is not None:
             lines += ["", f"measured peak: {_in_mib(self.measured_peak)} MiB, {self.measured_moment}"]
+        for where, rows in (("in host memory", self.host), ("on disks", self.disk)):
+            if rows:
+                at_rest = {(row.unit, row.kind): row.now for row in rows}
+                lines += ["", f"{where}: {_in_mib(sum(row.now for row in rows))} MiB", *_table(at_rest)]
         return "\n".join(lines)
 
 
@@ -99,14 +110,18 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     assert units[0] is unit, "the root comes first"
     names = names_of(model, units)
     predicted, measured = forecast_for(model, units, unsynced_batches), watch.last_peak(units)
-    lasting = _lasting(units, optimizer)
+    lasting = _lasting(units, optimizer, unit.mesh.device)
+    lasting[None, MemoryKind.TRANSPORT] += watch.staging_bytes(units)
     always = lasting.total()
+    host, disk = ((), ()) if unit.mesh.device.type == "cpu" else _elsewhere(units, names, optimizer)
     return MemoryReport(
-        _rows(units, names, predicted, lasting),
+        _rows(names, _present(units, unit.mesh.device), predicted.parts, lasting),
         predicted.peak + always,
         in_words(predicted.moment, names),
         None if measured is None else measured.peak + always,
         None if measured is None else in_words(measured.moment, names),
+        host,
+        disk,
     )
 
 
@@ -191,23 +206,51 @@ Bytes = Counter[tuple[int | None, MemoryKind]]
 """Bytes by kind and the number of a unit, None for memory outside of units."""
 
 
-def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
-    """Returns the bytes that stay allocated throughout a step."""
+def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.device) -> Bytes:
+    """Returns the bytes of optimizer state and masters on `device`, which stay allocated throughout a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
-    lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): watch.staging_bytes(units)})
+    lasting: Bytes = Counter()
     if optimizer is not None:
-        for owner, held in watch.held_by_optimizer(optimizer.state, units[0].mesh.device).items():
+        for owner, held in watch.held_by_optimizer(optimizer.state, device).items():
             lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += watch.total(held)
+    for number, unit in enumerate(units):
+        masters = [each for weights in unit.weights if (each := weights.group.masters) is not None]
+        bits = [(MemoryKind.MASTERS, part) for each in masters for part in (each.low, each.carries)]
+        lasting[number, MemoryKind.MASTERS] += watch.total(watch.alive(bits, device))
     return lasting
 
 
-def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
-    present = {
+def _present(units: Sequence[Unit], device: torch.device) -> dict[tuple[int, MemoryKind], int]:
+    return {
         (number, kind): nbytes
         for number, unit in enumerate(units)
-        for kind, nbytes in watch.bytes_of(watch.held_by(unit)).items()
+        for kind, nbytes in watch.bytes_of(watch.held_by(unit, device)).items()
     }
-    now, at_peak = lasting + Counter(present), lasting + Counter(peak.parts)
+
+
+def _elsewhere(
+    units: Sequence[Unit], names: Sequence[str], optimizer: Optimizer | None
+) -> tuple[tuple[MemoryRow, ...], tuple[MemoryRow, ...]]:
+    """Returns the rows of what rests in host memory, and on disks."""
+    cpu, on_disk = torch.device("cpu"), Counter[tuple[int | None, MemoryKind]]()
+    lasting, present = _lasting(units, optimizer, cpu), _present(units, cpu)
+    in_step = {(number, kind): each for (number, kind), each in present.items() if kind is not MemoryKind.GRADIENTS}
+    for number, unit in enumerate(units):
+        for kind, place in ((MemoryKind.OPTIMIZER, unit.place.state), (MemoryKind.MASTERS, unit.place.masters)):
+            if isinstance(place, Disk):
+                on_disk[number, kind] = lasting.pop((number, kind), 0)
+        of_groups = [each.gradients for each in sizes_of(unit) if each.is_offloaded and each.arriving]
+        in_step[number, MemoryKind.GRADIENTS] = sum(of_groups)
+    return _rows(names, present, in_step, lasting), _rows(names, {}, {}, on_disk)
+
+
+def _rows(
+    names: Sequence[str],
+    present: Mapping[tuple[int, MemoryKind], int],
+    peak: Mapping[tuple[int, MemoryKind], int],
+    lasting: Bytes,
+) -> tuple[MemoryRow, ...]:
+    now, at_peak = lasting + Counter(present), lasting + Counter(peak)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
     rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
     return tuple(row for row in rows if row.now or row.at_peak)

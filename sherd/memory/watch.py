@@ -23,21 +23,21 @@ Held = dict[int, tuple[MemoryKind, int]]
 """Storages that are allocated, by address: the kind of memory, and its bytes."""
 
 
-def held_by(unit: Unit) -> Held:
-    """Returns the allocated storages of `unit`. A storage of both weights and gradients counts for the weights."""
-    return together(held_for_gradients(unit), *held_by_groups(unit))
+def held_by(unit: Unit, device: torch.device | None = None) -> Held:
+    """Returns the storages of `unit` on `device`, by default its mesh's. One of weights and gradients is of weights."""
+    return together(held_for_gradients(unit, device), *held_by_groups(unit, device))
 
 
-def held_by_groups(unit: Unit) -> list[Held]:
-    return [alive(weights.held(), unit.mesh.device) for weights in unit.weights]
+def held_by_groups(unit: Unit, device: torch.device | None = None) -> list[Held]:
+    return [alive(weights.held(), device or unit.mesh.device) for weights in unit.weights]
 
 
-def held_for_gradients(unit: Unit) -> Held:
+def held_for_gradients(unit: Unit, device: torch.device | None = None) -> Held:
     """Returns the allocated storages of gradients, those of the optimizer's parameters among them."""
     of_groups = [each for gradients in unit.gradients for each in gradients.held()]
     params = unit.shards.optimizer_params
     of_params = [(MemoryKind.GRADIENTS, param.grad) for param in params if param.grad is not None]
-    return alive(of_groups + of_params, unit.mesh.device)
+    return alive(of_groups + of_params, device or unit.mesh.device)
 
 
 def together(*parts: Held) -> Held:

@@ -32,6 +32,10 @@ class MemoryKind(str, Enum):
     TRANSPORT = "transport"
     """Memory into which a collective receives, in addition to its result."""
     OPTIMIZER = "optimizer state"
+    MASTERS = "masters"
+    """The bits that make bfloat16 shards exact float32 masters."""
+    IN_FLIGHT = "state in flight"
+    """Optimizer state and masters that rest elsewhere, while they are where the optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ VOCABULARY = 256
 
 
 FIXED = {"strategy": "auto", "placement": "shard", "wrapping": "auto", "reshard": True, "checkpointing": False}
-FIXED |= {"offload": False, "prefetch": 1, "micro_batch": 2}
+FIXED |= {"offload": "nothing", "prefetch": 1, "micro_batch": 2}
 """All settings of a plan, so that nothing is searched."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from sherd.policy import OffloadPolicy
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
 from sherd.tools.simulate.costs import ClusterCosts
-from sherd.tools.simulate.sharded import Optimizer, Sharded, SimulatedUnit, Traffic
+from sherd.tools.simulate.sharded import Chunk, Optimizer, Sharded, SimulatedUnit, Traffic
 from sherd.tools.simulate.work import (
     Allocate,
     BackwardBegins,
@@ -47,20 +48,27 @@ def stack(num_blocks: int) -> Work:
     return Work(modules, parameters, tuple(events), samples=1, tokens=1)
 
 
-def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **optional: bool) -> Sharded:
+def sharded_stack(
+    num_blocks: int, limits: Limits = Limits(), ranks: int = 8, offload: OffloadPolicy = OffloadPolicy()
+) -> Sharded:
     """The stack over 8 ranks, or so many in its collectives, each block and the root a unit."""
-    traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, shard=RankGroup(ranks))
+    traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, copied=SHARD, shard=RankGroup(ranks))
     sizes = GroupSizes(
         shards=SHARD, unsharded=WEIGHT, arriving=(WEIGHT,), gradient_rows=WEIGHT, reduced=SHARD, gradients=SHARD
     )
     root = SimulatedUnit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(
-        SimulatedUnit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,))
+        SimulatedUnit(
+            *(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,)),
+            spans=(Chunk(SHARD // 4, SHARD),),
+            nbytes=WEIGHT,
+        )
         for number in range(num_blocks)
     )
     specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
     places = {number: Arrival(number + 1, 0, 0) for number in range(num_blocks)}
-    return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2, accesses=7), **optional)
+    whole = Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2, accesses=7))
+    return whole.offloaded(offload)
 
 
 class RoundCosts(ClusterCosts):
@@ -82,8 +90,10 @@ class RoundCosts(ClusterCosts):
     def waited(self, computed: float) -> float:
         return 0.0
 
-    def to_host(self, nbytes: int) -> float:
+    def to_host(self, nbytes: int, on_disk: bool = False) -> float:
         return self.copy
+
+    from_host = to_host
 
     def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
         return 1.0

@@ -66,7 +66,7 @@ def test_the_engines_buffers_are_those_that_the_memory_report_predicts(mesh, pla
 
 def test_checkpointing_and_offload_and_smaller_batches_take_less():
     usual = made(decoder(width=1024), length=2048)
-    for settings in ({"checkpointing": True}, {"offload": True}, {"micro_batch": 1}):
+    for settings in ({"checkpointing": True}, {"offload": True}, {"offload": "state"}, {"micro_batch": 1}):
         other = made(decoder(width=1024), length=2048, **settings)
         assert other.prediction.timeline.peak.nbytes < usual.prediction.timeline.peak.nbytes, settings
     assert usual.prediction.timeline.peak.by_kind["shards"] > 0
@@ -295,7 +295,15 @@ REFUSED = [
     ({"wrapping": "triples"}, "expected one of auto, pairs, parts, ends"),
     ({"model": nn.Embedding(4, 4), "wrapping": "pairs"}, "is for repeated blocks"),
     ({"wrapping": "pairs", "shard": sherd.fully_shard}, "the units are made by `shard`"),
-    ({"offload": "yes"}, "expected True or False"),
+    (
+        {"offload": "half"},
+        r"^plan\(offload='half'\): expected one of nothing, state, masters, step, everything; ",
+    ),
+    ({"offload": "state:2"}, "expected one of nothing, state"),
+    ({"offload": "nothing@/scratch"}, "expected one of nothing, state"),
+    ({"offload": "state@/scratch"}, r"^plan\(offload='state@/scratch'\): the cluster's file has no \[disk\]"),
+    ({"offload": "masters", "compute_dtype": None}, "masters are of weights that compute in bfloat16"),
+    ({"offload": "state", "optimizer": "muon"}, "shards of muon in host memory are not planned"),
     ({"prefetch": -1}, "prefetch"),
     ({"depth": 2}, "no setting 'depth'"),
     ({"optimizer": "lion"}, "adamw-fused"),

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from sherd.policy import CPUOffloadPolicy, OffloadPolicy
 from sherd.schedule.forecast import forecast
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
@@ -25,9 +26,9 @@ def play(work, sharded, costs, **options):
     return player.play(parts_of(work, sharded, costs.op), sharded, costs, **options)
 
 
-def played(num_blocks=4, depth=1, is_offloaded=False, costs=None, micro_batches=1, reduces_each=True, **seconds):
+def played(num_blocks=4, depth=1, offload=OffloadPolicy(), costs=None, micro_batches=1, reduces_each=True, **seconds):
     """A step of the stack, of which collectives take so many seconds."""
-    sharded = sharded_stack(num_blocks, Limits(forward_depth=depth, backward_depth=depth), is_offloaded=is_offloaded)
+    sharded = sharded_stack(num_blocks, Limits(forward_depth=depth, backward_depth=depth), offload=offload)
     costs = costs or RoundCosts(**{"gather": 0, "reduce": 0} | seconds)
     return play(stack(num_blocks), sharded, costs, micro_batches=micro_batches, reduces_each=reduces_each)
 
@@ -126,12 +127,44 @@ def test_a_slow_host_leaves_the_device_waiting():
 
 
 def test_offloaded_shards_travel_before_they_are_gathered():
-    timeline = played(2, is_offloaded=True, gather=1, reduce=1, copy=2)
+    timeline = played(2, offload=CPUOffloadPolicy(), gather=1, reduce=1, copy=2)
     copies = spans(timeline, Lane.COPY, "copy")
     assert copies[0] == (1, 0, 2)
     assert spans(timeline, Lane.GATHER, "gather")[0] == (1, 2, 3)
-    (optimizer,) = spans(timeline, Lane.COMPUTE, "optimizer")
-    assert optimizer[1] == copies[-1][2]
+    first, second = spans(timeline, Lane.HOST, "optimizer")
+    assert first[1] == spans(timeline, Lane.BACK, "copy")[-1][2]
+    assert timeline.seconds == second[2] == first[2] + 1
+    assert len(copies) == 4, "for forward and for backward"
+
+
+def test_copies_of_shards_that_the_host_steps_are_fetched_once_in_a_step():
+    timeline = played(2, offload=OffloadPolicy(gradients="host"), gather=1, copy=2, micro_batches=3)
+    assert [unit for unit, _, _ in spans(timeline, Lane.COPY, "copy")] == [1, 2]
+    assert len(spans(timeline, Lane.BACK, "copy")) == 2 * 3
+
+
+def test_state_comes_and_goes_while_other_chunks_are_stepped():
+    timeline = played(6, offload=OffloadPolicy(optimizer="host"), copy=1)
+    come, go = spans(timeline, Lane.COPY, "copy"), spans(timeline, Lane.BACK, "copy")
+    stepped = spans(timeline, Lane.COMPUTE, "optimizer")
+    begin = come[0][1]
+    assert [start - begin for _, start, _ in come] == [0, 1, 2, 3, 4, 5]
+    assert [start - begin for _, start, _ in stepped] == [1, 2, 3, 4, 5, 6]
+    assert [start - begin for _, start, _ in go] == [2, 3, 4, 5, 6, 7]
+    assert timeline.seconds - begin == 7, "the last copy back goes on beside the next forward"
+    # Two float32 states of 100 bytes for each of three chunks.
+    in_flight = [each for each in timeline.changes if each.kind == "state in flight"]
+    assert max(accumulate(each.nbytes for each in in_flight)) == 3 * 2 * 100
+
+
+def test_a_step_within_backward_hides_what_the_host_takes():
+    def seconds(**options):
+        work, sharded = stack(4), sharded_stack(4, offload=CPUOffloadPolicy())
+        costs = RoundCosts(0, 0)
+        return player.play(parts_of(work, sharded, costs.op), sharded, costs, **options).seconds
+
+    assert seconds() == 4 * 3 + 4
+    assert seconds(steps_in_backward=True) == 4 * 3 + 1
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])

@@ -14,9 +14,9 @@ SPACE = Space(num_ranks=16, batch=64, per_node=8)
 def outcome(settings):
     """A step that is slower the less memory it takes, in each choice by itself."""
     seconds = 10.0 + 0.5 * (settings.placement == "shard") + 0.2 * (settings.prefetch == 0)
-    seconds += 1.0 * settings.reshard + 3.0 * settings.checkpointing + 8.0 * settings.offload
+    seconds += 1.0 * settings.reshard + 3.0 * settings.checkpointing + 8.0 * (settings.offload != "nothing")
     seconds += 2.0 / settings.micro_batch + 0.1 * settings.mesh.shard / 16
-    nbytes = 100 - 20 * settings.reshard - 30 * settings.checkpointing - 25 * settings.offload
+    nbytes = 100 - 20 * settings.reshard - 30 * settings.checkpointing - 25 * (settings.offload != "nothing")
     nbytes += 5 * settings.prefetch + 10 * settings.micro_batch + 200 // settings.mesh.shard
     return Outcome(seconds, nbytes)
 
@@ -25,7 +25,7 @@ def everything():
     for mesh, size in product((Mesh(16), *SPACE.meshes(Mesh(16))), (1, 2, 4)):
         usual = Settings(mesh, micro_batch=size, micro_batches=4 // size)
         names = ("placement", "checkpointing", "prefetch", "reshard", "offload")
-        values = (("shard", "flat"), VALUES["checkpointing"], (0, 1, 2), (False, True), (False, True))
+        values = (("shard", "flat"), VALUES["checkpointing"], (0, 1, 2), (False, True), ("nothing", "everything"))
         for chosen in product(*values):
             yield replace(usual, **dict(zip(names, chosen, strict=True)))
 
@@ -144,7 +144,7 @@ def test_settings_with_a_margin_are_chosen_before_tight_ones_unless_they_take_ha
 
 def test_settings_that_need_more_of_a_node_than_it_has_do_not_fit():
     def in_host(settings):
-        return replace(outcome(settings), host_bytes=1000 * settings.offload)
+        return replace(outcome(settings), host_bytes=1000 * (settings.offload != "nothing"))
 
     for host, fits in ((999, False), (1000, True), (None, True)):
         assert search(in_host, SPACE, BEGINNINGS, Room(60, host)).fits == fits, host

@@ -40,7 +40,7 @@ from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shippe
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, Room, cheapest_changes
 from sherd.tools.simulate.segments import OptimizerPart
-from sherd.tools.simulate.settings import SHARES, Mesh, Settings, Space
+from sherd.tools.simulate.settings import SHARES, Mesh, Settings, Space, nearest_offload
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer, Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.tools.simulate.work import Enter, TensorKind, Work
@@ -178,6 +178,8 @@ def _lines(
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
     yield f"predicted to be alive then: {in_bytes(at_peak.total())}"
     yield from _table(at_peak, names)
+    if now.in_host and device.type != "cpu":
+        yield f"in host memory: {', '.join(f'{in_bytes(each)} of {kind}' for kind, each in now.in_host.items())}"
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return
@@ -192,13 +194,14 @@ def _lines(
 def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> Iterator[str]:
     """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
-    parameters = sum(group.shard_buffer.nbytes for group in groups if not group.is_offloaded)
-    trained, matrices = [group for group in groups if group.trained], matrices_of(optimizer)
-    sizes = [local_part(each.parameter).nbytes for group in trained for each in group.optimizer_params]
-    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes)
-    own = [record.local.nbytes for group in trained for record in group.parameters if id(record.shard) in matrices]
-    of_matrices = sum(own) if gradients else 0
-    states = (gradients - of_matrices) * optimizer_of(optimizer).states + of_matrices
+    groups, matrices = [group for group in groups if not group.is_offloaded], matrices_of(optimizer)
+    parameters = sum(group.shard_buffer.nbytes for group in groups)
+    trained = [(group, each.parameter) for group in groups if group.trained for each in group.optimizer_params]
+    gradients = sum(local_part(each).nbytes for _, each in trained)
+    near = sum(local_part(each).nbytes for group, each in trained if not group.place.brings_state)
+    records = [record for group in groups if group.trained for record in group.parameters]
+    of_matrices = sum(record.local.nbytes for record in records if id(record.shard) in matrices) if near else 0
+    states = (near - of_matrices) * optimizer_of(optimizer).states + of_matrices
     total = parameters + gradients + states
     if total <= limit:
         return
@@ -345,13 +348,14 @@ class Running(Planner):
             reshard=all(spec.after_forward is not Keep.ALWAYS for spec in sharded.specs[1:]),
             checkpointing=float(self._is_checkpointed),
             recompute="own" if self._is_checkpointed else "full",
-            offload=sharded.is_offloaded,
+            offload=nearest_offload((unit.offload, unit.nbytes) for unit in sharded.units),
             prefetch=max(sharded.limits.forward_depth, sharded.limits.backward_depth),
             micro_batch=first,
             micro_batches=seen.micro_batches,
         )
         fixed = {"mesh", "strategy", "placement", "wrapping"}
-        fixed |= {"offload"} if own.device.type == "cpu" or sharded.is_offloaded else set()
+        is_fixed = own.device.type == "cpu" or on.one_memory or self.settings.offload != "nothing"
+        fixed |= {"offload"} if is_fixed else set()
         fixed |= (
             {"checkpointing", "recompute"} if self._is_checkpointed or not repeated_blocks(training.model) else set()
         )
@@ -368,6 +372,11 @@ class Running(Planner):
 
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
         return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing, recompute)
+
+    def _offloaded(self, sharded: Sharded, settings: Settings) -> Sharded:
+        if settings.offload.startswith("masters"):
+            raise UnsupportedError("masters take the place of weights that are not sharded yet")
+        return sharded if settings.offload == self.settings.offload else super()._offloaded(sharded, settings)
 
     def _cut_step(self, _: Settings) -> tuple[OptimizerPart, ...]:
         return ()  # Buckets of matrices: their bytes are few, and to plan them ranks would have to be imagined.

@@ -178,6 +178,9 @@ def lines_of(
     yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
     verdict = "; ".join(filter(None, verdict_of(prediction, room)))
     yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
+    if prediction.cluster.device.overlaps:
+        yield from (f"  {f'{kind}, on the host':29} {in_bytes(each):>10}" for kind, each in prediction.in_host.items())
+        yield from [f"  {'on a disk':29} {in_bytes(prediction.on_disk):>10}"] * (prediction.on_disk > 0)
     if "memory of a node" in facts:
         yield f"host memory {facts['memory of a node']}, of each node"
     answer, libraries = room.answer(prediction.outcome), prediction.cluster.device.library_bytes
@@ -191,6 +194,21 @@ def lines_of(
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
         yield from _reasons(found)
+        yield from _of_offload(found, prediction.ranks_of_node)
+
+
+def _of_offload(found: SearchResult, ranks_of_node: int) -> Iterator[str]:
+    """Yields a table of what was tried to offload, all else as in the best settings."""
+    best, outcomes = found.best, found.outcomes
+    alone = [each for each in outcomes if best.differing(each) == ["offload"]]
+    if alone:
+        yield "\nwhat rests elsewhere, of a rank"
+        yield f"  {'offload':16} {'device':>10} {'host':>10} {'step':>10}"
+    for each in sorted((best, *alone), key=lambda each: -outcomes[each].nbytes) if alone else ():
+        outcome = outcomes[each]
+        sizes = (in_bytes(outcome.nbytes), in_bytes(outcome.host_bytes // ranks_of_node), in_seconds(outcome.seconds))
+        said = "  chosen" if each == best else "  does not fit" if found.room.lack(outcome) else ""
+        yield f"  {each.offload:16} {' '.join(f'{size:>10}' for size in sizes)}{said}"
 
 
 def _of_optimizer(timeline: Timeline) -> Iterator[str]:
@@ -284,6 +302,7 @@ def program_of(
     yield from (["from sherd.tools.plan.reading import own_or_usual_loss"] if loss != "loss" else [])
     yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
     yield f"{', '.join(origin.names)} = {origin.call}"
+    yield from ["model.to(torch.bfloat16)  # with masters"] * settings.offload.startswith("masters")
     sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items()}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
@@ -333,5 +352,5 @@ def _written(value: object) -> str:
     if not is_dataclass(value):
         return repr(value)
     pairs = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
-    arguments = ", ".join(f"{name}={own!r}" for name, own, default in pairs if own != default)
+    arguments = ", ".join(f"{name}={_written(own)}" for name, own, default in pairs if own != default)
     return f"sherd.{type(value).__name__}({arguments})"

@@ -250,7 +250,7 @@ def planned(
     require_int("plan(samples={})", samples, 1)
     layout, given = training.layout, _settings_of(given, mesh)
     # Where the device is the host, offloading saves no memory.
-    never = frozenset() if cluster.device.overlaps else frozenset({"offload"})
+    never = frozenset() if cluster.device.overlaps and not cluster.one_memory else frozenset({"offload"})
     space = _space_of(training, cluster, mesh, samples, {*given, *never})
     shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
     misfit = layout.misfit(shape)
@@ -486,6 +486,7 @@ def _settings_of(given: Mapping[str, Any], mesh: int | Mesh) -> dict[str, Any]:
         if name not in KINDS:
             raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(KINDS))}")
         kind = KINDS[name]
+        settings[name] = value = kind.usual(value)
         if kind.least is not None:
             require_int(f"plan({name}={{}})", value, int(kind.least))
         elif kind.type is float and isinstance(value, bool | int):

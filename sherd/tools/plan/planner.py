@@ -26,7 +26,7 @@ from sherd.comm.transport import LargeCoalesced, SingleCalls, Transport
 from sherd.comm.transports import use_transports
 from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat, Owned
-from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
+from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
 from sherd.tensor.structures import map_tensors
 from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.reading import read_work
@@ -48,7 +48,7 @@ from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
-from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.settings import Mesh, Settings, offload_policy, parts_of_offload
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work, checkpointed, scaled
 
@@ -88,6 +88,7 @@ class Training:
         stage: "first" or "last" if `model` is a stage of a pipeline.
         stages_keep_buffers: a pipeline's stages have memory for all that they will receive, as torch's had before 2.15.
         copies_out: what accelerators gather is copied out of rows, as by torch's FSDP2.
+        keeps_dtype: weights stay in their dtype, so masters do not take the place of float32 ones.
     """
 
     model: nn.Module
@@ -99,6 +100,7 @@ class Training:
     stage: str = ""
     stages_keep_buffers: bool = STAGES_KEEP_BUFFERS
     copies_out: bool = False
+    keeps_dtype: bool = False
 
 
 class Planner:
@@ -196,7 +198,9 @@ class Planner:
     def _rank_work(self, settings: Settings) -> RankWork:
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing, settings.recompute
         work = self._work(*work_key)
-        sharded = self._sharded(_usual(settings, NOT_OF_SHARDING))
+        what = parts_of_offload(settings.offload)[0]
+        as_cut = replace(_usual(settings, NOT_OF_SHARDING), offload="masters" if what == "masters" else "nothing")
+        sharded = self._sharded(as_cut)
         parts_key = work_key, sharded.cuts, settings.wrapping
         if parts_key not in self._parts:
             device = self.cluster.device
@@ -205,13 +209,25 @@ class Planner:
                 said = f"forward reads {outside} while no module of its unit runs"
                 raise ArgumentError("wrapping", repr(settings.wrapping), said)
             self._parts[parts_key] = parts_of(work, sharded, lambda op: op_seconds(op, device))
-        if settings.offload and self.cluster.device.overlaps:  # else the host's memory is the device's
-            if self.training.optimizer.is_muon:
-                raise ArgumentError(
-                    "offload", True, "shards of muon in host memory are not planned; leave one of them out"
-                )
-            sharded = sharded.offloaded()
-        return RankWork(work, sharded, self._parts[parts_key], self._matrices(_usual(settings, NOT_OF_CUTS)))
+        return RankWork(
+            work,
+            self._offloaded(sharded, settings),
+            self._parts[parts_key],
+            self._matrices(_usual(settings, NOT_OF_CUTS)),
+        )
+
+    def _offloaded(self, sharded: Sharded, settings: Settings) -> Sharded:
+        """Returns `sharded`, all of which is on the device, with what `settings` say resting elsewhere."""
+        if settings.offload == "nothing" or not self.cluster.device.overlaps or self.cluster.one_memory:
+            return sharded  # the host's memory is the device's
+        said = ""
+        if self.training.optimizer.is_muon:
+            said = "shards of muon in host memory are not planned; leave one of them out"
+        elif self.cluster.disk is None and parts_of_offload(settings.offload)[2]:
+            said = "the cluster's file has no [disk]; add its latency and bandwidth"
+        if said:
+            raise ArgumentError("offload", repr(settings.offload), said)
+        return sharded.offloaded(offload_policy(settings.offload))
 
     # Reading the model
 
@@ -296,6 +312,9 @@ class Planner:
     def _sharded_model(self, model: nn.Module, settings: Settings) -> tuple[nn.Module, StepOfMatrices | None]:
         """Returns a copy of `model`, sharded over the imagined ranks, and the optimizer's step of its matrices."""
         model = copy.deepcopy(model)
+        if settings.offload == "masters":
+            self._require_masters()
+            model.to(torch.bfloat16)
         laid = self.training.layout.lay(model, settings.mesh)
         model = laid.shard(model, **fully_shard_args(settings, self.training.compute_dtype))
         if not self.training.optimizer.is_muon:
@@ -303,6 +322,15 @@ class Planner:
         from sherd.tools.plan.matrices import StepOfMatrices  # loaded for Muon alone
 
         return model, StepOfMatrices.of(model, on_host=not self.cluster.device.overlaps)
+
+    def _require_masters(self) -> None:
+        """Raise ArgumentError unless bfloat16 weights with masters train as the model does."""
+        training = self.training
+        dtypes = {each.dtype for each in training.model.parameters()}
+        if training.compute_dtype is not torch.bfloat16 and dtypes != {torch.bfloat16}:
+            raise ArgumentError("offload", "'masters'", "masters are of weights that compute in bfloat16; choose state")
+        if training.keeps_dtype and dtypes != {torch.bfloat16}:
+            raise ArgumentError("offload", "'masters'", "weights of sherd train stay float32; choose state")
 
     def _cut_step(self, settings: Settings) -> tuple[OptimizerPart, ...]:
         """Returns the optimizer's step of matrices: of the full model's step a share, as of its blocks."""
@@ -381,8 +409,8 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
         arguments["placement"] = CUTS[settings.placement]
     if settings.replicate_below:
         arguments["replicate_below"] = settings.replicate_below
-    if settings.offload:
-        arguments["offload_policy"] = CPUOffloadPolicy()
+    if settings.offload != "nothing":
+        arguments["offload_policy"] = offload_policy(settings.offload)
     if compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)
     return arguments
@@ -494,6 +522,10 @@ class RoughPlanner:
         if refusal is not None:
             raise refusal
         num_blocks = len(spread(self._lists, 1.0))
+        what, part, folder = parts_of_offload(settings.offload)
+        if 0 < part < 1:  # of few blocks it would be another part
+            all_of_it = replace(settings, offload=f"{what}{'@' * bool(folder)}{folder}")
+            return _between(self.outcome(replace(settings, offload="nothing")), self.outcome(all_of_it), part)
         share = len(spread(self._lists, settings.checkpointing)) / num_blocks if num_blocks else 0.0
         if self._few_blocks(settings)[1] is None:
             return self._of_all(replace(settings, checkpointing=share))

@@ -13,11 +13,12 @@ from torch import nn
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
+from sherd.policy import OffloadPolicy, Place
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
 from sherd.tools.plan.operations import group_of
-from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic
+from sherd.tools.simulate.sharded import Chunk, Optimizer, Sharded, Traffic
 from sherd.tools.simulate.sharded import SimulatedUnit as PlayedUnit
 from sherd.tools.simulate.work import Work
 from sherd.wrap.names import plain_name
@@ -52,7 +53,6 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer, matrices: Col
         batch_bytes_of(units),
         places,
         optimizer,
-        any(weights.group.is_offloaded for unit in units for weights in unit.weights),
     )
 
 
@@ -72,7 +72,7 @@ def _played(
     groups = [weights.group for weights in unit.weights if weights.group.trained]
     own = [each for group in groups for each in group.parameters if _name_in(names, each) in matrices]
     by_param = [
-        (each, [group.parameters[member] for member in each.members if group.parameters[member] in own])
+        (group, each, [group.parameters[member] for member in each.members if group.parameters[member] in own])
         for group in groups
         for each in group.optimizer_params
     ]
@@ -87,12 +87,34 @@ def _played(
         ),
         tuple(traffic_of(unit)),
         tuple(
-            local_part(each.parameter).nbytes - sum(record.local.nbytes for record in inside)
-            for each, inside in by_param
+            _stepped_bytes(each.parameter, group) - sum(record.local.nbytes for record in inside)
+            for group, each, inside in by_param
             if len(inside) < len(each.members)
         ),
         tuple(record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize for record in own),
+        tuple(
+            Chunk(each.shard_numel, sum(_stepped_bytes(of.parameter, each) for of in each.optimizer_params))
+            for each in groups
+        ),
+        sum(parameter.shape.numel() * parameter.dtype.itemsize for parameter in unit.parameters),
+        _policy_of(unit),
     )
+
+
+def _stepped_bytes(parameter: nn.Parameter, group: Group) -> int:
+    """Returns the bytes that the optimizer steps of a shard: of its float32 masters, if it has any."""
+    local = local_part(parameter)
+    return int(local.nbytes if group.masters is None else 4 * local.numel())
+
+
+def _policy_of(unit: Unit) -> OffloadPolicy:
+    """Returns where the state of `unit` rests: on the device, if that is the host."""
+    place = unit.place
+    if place.is_elsewhere:
+        kept: Place = "device" if place.keeps_copies else "host"
+        return OffloadPolicy(parameters=kept, gradients="host", optimizer=place.state, masters=place.masters)
+    masters: Place | None = None if place.masters is None or unit.mesh.device.type != "cpu" else "device"
+    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters or place.masters)
 
 
 def _arriving(names: Mapping[int, str], sizes: GroupSizes, group: Group, widened: Mapping[str, int]) -> GroupSizes:
@@ -126,6 +148,7 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             reduced=reduced if mesh.num_shards > 1 else 0,
             all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
             owned=group.shard_buffer.nbytes,
+            copied=group.shard_numel * group.compute_dtype.itemsize,
             shard=group_of(mesh.shard_group),
             replicate=group_of(mesh.replicate_group),
         )

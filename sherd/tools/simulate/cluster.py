@@ -87,12 +87,16 @@ class Cluster:
     Attributes:
         within: the link between devices of a node.
         across: the link between nodes, per device.
-        to_host: the link between a device and its host's memory.
+        to_host: the link from a device to its host's memory, and back unless there is `from_host`.
         price_per_hour: the price of one device, in `currency`; None: unknown.
         sources: where each figure comes from, by its name.
         optimizer: seconds for each access of an optimizer step to a shard, and bytes per second in addition; None:
             those of a copy.
         host_memory: the bytes of a node's own memory; None: not known.
+        host_bandwidth: bytes per second of that memory that the step of one rank achieves while all others step too;
+            None: those of `to_host`.
+        disk: from a node's memory to a disk, or back, for one rank while all others use it too; None: there is none.
+        one_memory: device and host share one memory, so nothing is offloaded.
     """
 
     name: str
@@ -106,6 +110,10 @@ class Cluster:
     sources: dict[str, str]
     optimizer: Link | None = None
     host_memory: int | None = None
+    from_host: Link | None = None
+    host_bandwidth: float | None = None
+    disk: Link | None = None
+    one_memory: bool = False
 
 
 # Cluster files
@@ -149,7 +157,7 @@ PRICE = Kind(
     lambda text: bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII)),
 )
 
-LINKS = ("within", "across", "to_host", "optimizer")
+LINKS = ("within", "across", "to_host", "from_host", "disk", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -157,6 +165,8 @@ FIELDS: dict[str, Kind] = {
     "name": TEXT,
     "devices_per_node": COUNT,
     "host_memory": BYTES,
+    "host_bandwidth": BANDWIDTH,
+    "one_memory": FLAG,
     "price_per_hour": PRICE,
     "device.name": TEXT,
     "device.memory": BYTES,
@@ -173,11 +183,11 @@ FIELDS: dict[str, Kind] = {
     **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
 }
 """Every field of a cluster file, by its dotted name."""
-OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
-"""Either both are in a file, or neither."""
+MAYBE = {f"{link}.{name}" for link in LINKS[3:] for name in ("latency", "bandwidth")}
+"""Of a link either both are in a file, or neither."""
 TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
 """The names of further fields: the times of an operation of a dtype."""
-OPTIONAL = {"host_memory", "price_per_hour", "device.beside", "device.skew", *OPTIMIZER}
+OPTIONAL = {"host_memory", "host_bandwidth", "one_memory", "price_per_hour", "device.beside", "device.skew", *MAYBE}
 OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
 
 
@@ -254,7 +264,8 @@ def _require_known(path: Path, values: Mapping[str, object], sources: Mapping[st
         if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
             raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
     for name, kind in FIELDS.items():
-        is_optional = name in OPTIONAL and not (name in OPTIMIZER and OPTIMIZER & values.keys())
+        link = name.rpartition(".")[0]
+        is_optional = name in OPTIONAL and not (name in MAYBE and any(each.startswith(f"{link}.") for each in values))
         if name not in values and not is_optional:
             raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
 
@@ -316,6 +327,8 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     if flat["price_per_hour"] is not None:
         flat["price_per_hour"] = f"{flat['price_per_hour']} {cluster.currency}"
     # Figures without effect are left out: if nothing overlaps with compute, or no rank is late.
+    if not cluster.one_memory:
+        del flat["one_memory"]
     if not cluster.device.overlaps:
         del flat["device.beside"]
     if cluster.device.overlaps or not cluster.device.skew:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from math import dist, exp, log, sqrt
 
-from sherd.tools.simulate.cluster import Cluster, Device, Timed
+from sherd.tools.simulate.cluster import Cluster, Device, Link, Timed
 from sherd.tools.simulate.work import Op, OpKind, RankGroup
 
 WITHIN, ACROSS = "within nodes", "across nodes"
@@ -164,18 +164,27 @@ class ClusterCosts:
         """Returns the seconds for which ranks wait for the slowest, after computing for `computed` seconds."""
         return waited(computed, self._cluster.device.skew)
 
-    def to_host(self, nbytes: int) -> float:
-        """Returns the seconds of `nbytes` between the device and its host."""
-        link = self._cluster.to_host
-        return link.latency + nbytes / link.bandwidth
+    def to_host(self, nbytes: int, on_disk: bool = False) -> float:
+        """Returns the seconds of `nbytes` from the device to its host, or through it to a disk."""
+        return self._to_rest(self._cluster.to_host, nbytes, on_disk)
+
+    def from_host(self, nbytes: int, on_disk: bool = False) -> float:
+        """Returns the seconds of `nbytes` from the host, or from a disk, to the device."""
+        return self._to_rest(self._cluster.from_host or self._cluster.to_host, nbytes, on_disk)
+
+    def _to_rest(self, link: Link, nbytes: int, on_disk: bool) -> float:
+        links = [link, *[self._cluster.disk or link] * on_disk]  # chunks go on from one to the other meanwhile
+        return max(each.latency + nbytes / each.bandwidth for each in links)
 
     def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
         """Returns the seconds of an optimizer step with `num_tensors` reads or writes, of `nbytes` in all."""
         link = self._cluster.optimizer
         if link and not on_host:
             return num_tensors * link.latency + nbytes / link.bandwidth
-        # A device's share of its host's memory is about as fast as the link between them.
-        return self.to_host(nbytes) if on_host else self.copied(nbytes)
+        if not on_host:
+            return self.copied(nbytes)
+        # Without a figure: a device's share of its host's memory is about as fast as the link between them.
+        return nbytes / (self._cluster.host_bandwidth or self._cluster.to_host.bandwidth)
 
     def links(self, kind: str, group: RankGroup) -> dict[str, float]:
         """Returns the shares of what a rank of `group` sends in a collective that go over each kind of link.

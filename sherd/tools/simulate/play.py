@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sherd.policy import Disk
 from sherd.schedule import actions as do
 from sherd.schedule.forecast import SchedulePlayer
 from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words
@@ -27,7 +28,7 @@ from sherd.schedule.state import Keep
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
-from sherd.tools.simulate.sharded import Sharded
+from sherd.tools.simulate.sharded import IN_FLIGHT, OF_MASTERS, SPLITTING, Chunk, Sharded, SimulatedUnit
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 
@@ -73,6 +74,7 @@ def play(
     stage: Stage | None = None,
     reserved: Reserved | None = None,
     title: str = "",
+    steps_in_backward: bool = False,
 ) -> Timeline:
     """Returns a step whose order is learnt, from shards without gradients to the end of the optimizer's step.
 
@@ -86,8 +88,9 @@ def play(
         stage: the stage of a pipeline. It keeps unsharded parameters and gradients until its last backward.
         reserved: gets all changes of memory, from the first step on.
         title: the title of the timeline.
+        steps_in_backward: the host steps each unit once its gradients are there (`step_in_backward`).
     """
-    player = _Player(parts, sharded, costs, reserved, matrices)
+    player = _Player(parts, sharded, costs, reserved, matrices, steps_in_backward)
     learns_apart = stage is None and reserved is None
     if learns_apart:
         player.learn()
@@ -124,8 +127,10 @@ class _Player:
         costs: ClusterCosts,
         reserved: Reserved | None = None,
         matrices: Sequence[OptimizerPart] = (),
+        steps_in_backward: bool = False,
     ) -> None:
         self._reserved, self._is_followed = reserved, True
+        self._steps_in_backward, self._stepped = steps_in_backward, 0.0
         self._matrices = matrices
         self._has_stepped = False
         self._sharded = sharded
@@ -149,8 +154,10 @@ class _Player:
         self.meter.begin_step()
         self._gathered = [0.0] * len(self._sharded.units)
         self._reduced = [0.0] * len(self._sharded.units)
-        self._landed = 0.0
-        """The time when the last reduced gradient is in host memory, with offload."""
+        self._landed = [0.0] * len(self._sharded.units)
+        """The time when the last reduced gradient of a unit is in host memory."""
+        self._fetched: set[int] = set()
+        """The units of which the device has a copy of the shards that were stepped on the host."""
 
     def learn(self) -> None:
         """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
@@ -216,19 +223,83 @@ class _Player:
     def optimizer_step(self) -> None:
         sharded, self._moment = self._sharded, "when the optimizer steps"
         optimizer, units = sharded.optimizer, sharded.units
-        if sharded.is_offloaded:
-            self.clock.wait(Lane.COPY, -1, self._landed)
-        if not self._has_stepped and not sharded.is_offloaded:
-            for number, unit in enumerate(units):
-                for nbytes in optimizer.state_sizes(unit):
-                    self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
+        for number, unit in enumerate(units if not self._has_stepped else ()):
+            for nbytes in optimizer.state_sizes(unit) if unit.offload.state_place == "device" else ():
+                self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
+            if unit.offload.masters == "device":
+                self._come(MemoryKind.MASTERS.value, number, sum(sum(each.masters) for each in unit.spans))
         self._has_stepped = self._is_followed = True
+        self._step_on_host(units)
         self._step_matrices()
-        temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
+        self._step_in_chunks(
+            [(number, each) for number, unit in enumerate(units) if unit.is_chunked for each in unit.chunks()]
+        )
+        near = [unit for unit in units if not (unit.steps_on_host or unit.is_chunked)]
+        temporary = optimizer.temporary_bytes(near)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
-        touched, num_touched = optimizer.touched(units), optimizer.accesses * sum(len(each.stepped) for each in units)
-        self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
+        touched, num_touched = optimizer.touched(near), optimizer.accesses * sum(len(each.stepped) for each in near)
+        if near:
+            self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, False))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
+        self.clock.wait(Lane.HOST, -1, self._stepped)
+
+    def _step_on_host(self, units: Sequence[SimulatedUnit]) -> None:
+        """Step on the host what landed there, after all of it or, within backward, each unit after its own."""
+        self._stepped, optimizer = 0.0, self._sharded.optimizer
+        order = sorted(range(len(units)), key=self._landed.__getitem__)
+        for number in (number for number in order if units[number].steps_on_host and units[number].stepped):
+            unit, policy = units[number], units[number].offload
+            seconds = self._costs.optimizer(optimizer.touched([unit]), optimizer.accesses * len(unit.stepped), True)
+            if policy.state_place != "host":  # it comes and goes, beside the steps of others
+                near = sum(optimizer.near_bytes(each, policy) for each in unit.spans)
+                seconds = max(seconds, self._costs.to_host(2 * near, on_disk=True))
+            landed = self._landed[number] if self._steps_in_backward else max(self._landed)
+            self._stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
+
+    def _step_in_chunks(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+        """Step on the device what comes for it and goes, as sherd/optim/chunks.py does."""
+        optimizer, clock = self._sharded.optimizer, self.clock
+        came: list[float] = []
+        gone: list[float] = []
+
+        def near(at: int) -> tuple[int, int, bool]:
+            number, chunk = chunks[at]
+            policy = self._sharded.units[number].offload
+            return number, optimizer.near_bytes(chunk, policy), isinstance(policy.state_place, Disk)
+
+        def drop(at: int) -> None:
+            number, nbytes, _ = near(at)
+            self._come(MemoryKind.IN_FLIGHT.value, number, -nbytes)
+
+        def fetch(at: int) -> None:
+            if at < len(chunks):
+                number, nbytes, on_disk = near(at)
+                if at >= IN_FLIGHT:
+                    drop(at - IN_FLIGHT)
+                self._come(MemoryKind.IN_FLIGHT.value, number, nbytes)
+                seconds, free = self._costs.from_host(nbytes, on_disk), gone[at - IN_FLIGHT] if at >= IN_FLIGHT else 0.0
+                came.append(clock.start(Lane.COPY, "copy", number, seconds if nbytes else 0.0, nbytes, after=free))
+
+        clock.follow_compute(Lane.COPY)
+        for at in range(IN_FLIGHT - 1):
+            fetch(at)
+        for at, (number, chunk) in enumerate(chunks):
+            _, nbytes, on_disk = near(at)
+            touched, temporary = optimizer.accesses * chunk.nbytes, optimizer.temporaries * chunk.nbytes
+            if self._sharded.units[number].offload.masters is not None:
+                touched += OF_MASTERS * chunk.numel
+                temporary = chunk.nbytes + max(temporary, SPLITTING * chunk.numel)
+            clock.wait(Lane.COPY, number, came[at])
+            self._come(OPTIMIZER_TEMPORARY, number, temporary)
+            clock.compute("optimizer", number, self._costs.optimizer(touched, optimizer.accesses, False))
+            self._come(OPTIMIZER_TEMPORARY, number, -temporary)
+            # A disk reads and writes in turn.
+            seconds = self._costs.to_host(nbytes, on_disk) if nbytes else 0.0
+            lane = Lane.COPY if on_disk else Lane.BACK
+            gone.append(clock.start(lane, "copy", number, seconds, nbytes, after=clock.now))
+            fetch(at + IN_FLIGHT - 1)
+        for at in range(max(0, len(chunks) - IN_FLIGHT), len(chunks)):
+            drop(at)
 
     def _step_matrices(self) -> None:
         """Compute updates of matrices, while others are on their way."""
@@ -310,15 +381,17 @@ class _Player:
     def _gather(self, unit: int) -> None:
         if not self._costs.overlaps:
             return
-        for traffic in self._sharded.units[unit].traffic:
+        of_unit = self._sharded.units[unit]
+        for traffic in of_unit.traffic:
             fetched = 0.0
-            if self._sharded.is_offloaded:
-                seconds = self._costs.to_host(traffic.owned)
+            if of_unit.steps_on_host and unit not in self._fetched:
+                seconds = self._costs.from_host(traffic.owned)
                 fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
             seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
             )
+        self._fetched |= {unit} if of_unit.keeps_copies else set()
 
     def _await(self, unit: int) -> None:
         if self._costs.overlaps:
@@ -347,9 +420,9 @@ class _Player:
             end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
             end = self.clock.start(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced, after=end)
             self._reduced[unit] = end
-            if self._sharded.is_offloaded:
+            if self._sharded.units[unit].steps_on_host:
                 seconds = self._costs.to_host(sizes.gradients)
-                self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
+                self._landed[unit] = self.clock.start(Lane.BACK, "copy", unit, seconds, sizes.gradients, after=end)
 
     def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[RankGroup, int]]) -> None:
         """Do the collectives of a unit's groups without streams."""

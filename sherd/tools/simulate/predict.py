@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 from sherd.tools.simulate.cluster import Cluster
@@ -32,7 +32,8 @@ class Prediction:
         samples_per_second: the samples of all ranks.
         mfu: `flops` as a share of the device's peak FLOP/s, in the dtype of most of the matrix products (`flops_in`).
         sent: bytes that the rank sends in the step, by the kind of link that they go over: the mean of all ranks.
-        host_bytes: the bytes that a rank takes of its node's own memory: with offload, and on a CPU.
+        in_host: the bytes that a rank takes of its node's own memory, by kind: with offload, and on a CPU.
+        on_disk: the bytes that it takes of a disk.
     """
 
     cluster: Cluster
@@ -45,7 +46,12 @@ class Prediction:
     samples_per_second: float
     mfu: float
     sent: dict[str, int]
-    host_bytes: int = 0
+    in_host: Mapping[str, int] = field(default_factory=dict)
+    on_disk: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.in_host.values())
 
     @property
     def ranks_of_node(self) -> int:
@@ -108,7 +114,7 @@ class Prediction:
             timeline=replace(longer.timeline, exposed=waits),
             reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
             driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
-            host_bytes=round(beyond(before.host_bytes, self.host_bytes)),
+            in_host={kind: round(beyond(before.in_host.get(kind, 0), each)) for kind, each in self.in_host.items()},
             sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
         )
 
@@ -157,8 +163,9 @@ def predict_pipeline(
     seconds = max(each.timeline.seconds for each in of_ranks)
     largest = max(of_ranks, key=lambda each: each.driver_bytes).lasting(seconds)
     flops = ((mesh.pp - 1) * of_ranks[0].flops + of_ranks[1].flops) // mesh.pp  # the mean of all stages
-    host_bytes = max(each.host_bytes for each in of_ranks)
-    return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops, host_bytes=host_bytes)
+    most = max(of_ranks, key=lambda each: each.host_bytes)
+    mfu = largest.mfu * flops / largest.flops
+    return replace(largest, flops=flops, mfu=mfu, in_host=most.in_host, on_disk=most.on_disk)
 
 
 def predict(
@@ -170,6 +177,7 @@ def predict(
     reduces_each: bool = True,
     has_holes: bool = True,
     title: str = "",
+    steps_in_backward: bool = False,
 ) -> Prediction:
     """Returns the prediction of a step; see `play`. `has_holes` simulates the holes in the allocator's pools."""
     work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
@@ -185,6 +193,7 @@ def predict(
         stage=rank.stage,
         reserved=reserved,
         title=title,
+        steps_in_backward=steps_in_backward,
     )
     seconds = timeline.seconds
     flops = micro_batches * work.flops
@@ -193,7 +202,7 @@ def predict(
         nbytes = reserved.allocator.most_reserved
     else:
         nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
-    in_host = rank.sharded.host_bytes(micro_batches if rank.stage is None else 1)
+    in_host, on_disk = rank.sharded.elsewhere(micro_batches if rank.stage is None else 1)
     return Prediction(
         cluster,
         mesh,
@@ -205,7 +214,8 @@ def predict(
         samples,
         flops / seconds / flops_in(work.dtype, device.peak_flops),
         _sent(timeline, rank, costs),
-        in_host if has_lanes else nbytes + device.library_bytes,
+        in_host if has_lanes else {"tensors and libraries": nbytes + device.library_bytes},
+        on_disk,
     )
 
 
@@ -231,8 +241,8 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
             sent[link] += share * nbytes
 
     for span in timeline.spans:
-        if span.lane is Lane.COPY:
-            sent["to the host"] += span.nbytes
+        if span.lane in (Lane.COPY, Lane.BACK):
+            sent["to the host" if span.lane is Lane.BACK else "from the host"] += span.nbytes
         elif span.name == "send" and rank.stage is not None:
             add(span.name, span.nbytes, rank.stage.pair)
         elif (span.lane, span.unit) in in_turn:

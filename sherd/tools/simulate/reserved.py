@@ -30,6 +30,8 @@ def lane_of(kind: str, unit: SimulatedUnit | None) -> Lane:
             return Lane.GATHER
         case MemoryKind.GRADIENT_ROWS.value if any(each.lane_owns_rows for each in groups):
             return Lane.REDUCE
+        case MemoryKind.IN_FLIGHT.value:
+            return Lane.COPY
         case MemoryKind.REDUCED.value | MemoryKind.TRANSPORT.value:
             return Lane.REDUCE
         case MemoryKind.GRADIENTS.value if all(each.reduced == each.gradients for each in groups):  # these are the sums

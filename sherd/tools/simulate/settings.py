@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
+from sherd.policy import CPUOffloadPolicy, Disk, OffloadPolicy
 from sherd.tools.simulate.values import Kind, at_least, limited, one_of
 
 
@@ -81,6 +84,58 @@ HYBRID = ("hsdp", "hybrid_shard")
 """The names of strategies on a mesh with replicas."""
 
 
+OFFLOADS: dict[str, tuple[OffloadPolicy, str]] = {
+    "nothing": (OffloadPolicy(), "all on the device"),
+    "state": (OffloadPolicy(optimizer="host"), "optimizer state in host memory"),
+    "masters": (
+        OffloadPolicy(optimizer="host", masters="host"),
+        "bfloat16 weights, their masters and state on the host",
+    ),
+    "step": (OffloadPolicy(gradients="host"), "gradients, state and step on the host"),
+    "everything": (CPUOffloadPolicy(), "shards in host memory"),
+}
+"""By the first word of `offload`: the policy, and words."""
+_OFFLOAD = re.compile(rf"({'|'.join(OFFLOADS)})(?::(0|1|0?\.\d+|1\.0+))?(?:@(.+))?")
+
+
+def parts_of_offload(value: str) -> tuple[str, float, str]:
+    """Returns what is offloaded, the share of it, and the folder of a disk for state and masters, "" for none."""
+    match = _OFFLOAD.fullmatch(value)
+    assert match is not None, "values of settings are checked"
+    return match[1], 1.0 if match[2] is None else float(match[2]), match[3] or ""
+
+
+def offload_policy(value: str) -> OffloadPolicy:
+    """Returns the policy of a value of `offload`."""
+    what, share, folder = parts_of_offload(value)
+    policy = OFFLOADS[what][0]
+    if folder:
+        policy = replace(policy, optimizer=Disk(folder), masters=policy.masters and Disk(folder))
+    return replace(policy, share=share)
+
+
+def nearest_offload(policies: Iterable[tuple[OffloadPolicy, int]]) -> str:
+    """Returns the value of `offload` for units with these policies, each with its bytes."""
+    of_axes: Counter[tuple[bool, ...]] = Counter()
+    for policy, nbytes in policies:
+        of_axes[_axes(policy)] += nbytes
+    words = {_axes(policy): word for word, (policy, _) in OFFLOADS.items()}
+    (most, nbytes), *_ = Counter({axes: of_axes[axes] for axes in of_axes if any(axes)}).most_common(1) or [((), 0)]
+    share = nbytes / max(1, of_axes.total())
+    return words.get(most, "nothing") + (f":{share:.2f}" if 0 < share < 1 else "")
+
+
+def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
+    places = (policy.parameters, policy.step_place, policy.state_place, policy.masters or "device")
+    return tuple(place != "device" for place in places)
+
+
+def _offload_in_words(value: str) -> str:
+    what, share, folder = parts_of_offload(value)
+    of = "" if share in (0.0, 1.0) else f" of {share:.0%} of the bytes"
+    return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{', state on a disk' * bool(folder)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One way to train a model with batches of a given size. Each field has its values, its text and its words.
@@ -135,10 +190,16 @@ class Settings:
             part, "fully recomputed"
         ),
     )
-    offload: bool = limited(
-        False,
-        "parameters, gradients and optimizer state rest in host memory (for accelerators)",
-        words=lambda offloads: "shards in host memory" if offloads else "shards on the device",
+    offload: str = limited(
+        "nothing",
+        "what rests in host memory (for accelerators): docs/do/plan.md",
+        Kind(
+            str,
+            f"one of {', '.join(OFFLOADS)}; :SHARE of it; @FOLDER of a disk for state: state:0.5@/scratch",
+            lambda value: bool(_OFFLOAD.fullmatch(value)) and not value.startswith("nothing@"),
+            others={"true": "everything", "yes": "everything", "false": "nothing", "no": "nothing"},
+        ),
+        words=_offload_in_words,
     )
     prefetch: int = limited(1, "units gathered ahead", at_least(0), words=lambda num: f"{num} prefetched")
     micro_batch: int = limited(
@@ -157,7 +218,8 @@ class Settings:
     @property
     def conflict(self) -> str:
         """The setting that contradicts the strategy; empty if none does."""
-        return "offload" if self.offload and self.strategy != "auto" else ""  # what each rank keeps cannot rest there
+        offloads = self.offload != "nothing"
+        return "offload" if offloads and self.strategy != "auto" else ""  # what each rank keeps cannot rest there
 
     @property
     def without_effect(self) -> set[str]:
@@ -289,6 +351,10 @@ class Space:
             values = self.placements
         elif name == "checkpointing":
             values = self.shares
+        elif name == "offload":  # parts of it only once all of it is worth it
+            what = parts_of_offload(settings.offload)[0]
+            parts = () if what == "nothing" else (f"{what}:{share}" for share in (0.25, 0.5, 0.75))
+            values = (*parts, *OFFLOADS)
         elif name == "micro_batch":
             values = divisors(self.batch // settings.mesh.num_data, self.most_samples)
         for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:
@@ -308,7 +374,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "wrapping": KINDS["wrapping"].values,
     "reshard": (True, False),
     "prefetch": (0, 1, 2),
-    "offload": (True, False),
+    "offload": tuple(OFFLOADS),
 }
 """The values that a search tries, of one choice after the other."""
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sherd.schedule.moments import Arrival, GroupSizes
+from sherd.policy import Disk, OffloadPolicy, Place
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind
 from sherd.schedule.state import Limits, UnitSpec
 from sherd.tools.simulate.work import ALONE, RankGroup
+
+IN_FLIGHT, CHUNK_NUMEL = 3, 1 << 22
+"""Those of `sherd/optim/chunks.py`: how many chunks have their state where the step is, and their elements."""
+OF_MASTERS = 46
+"""The bytes that are read and written for each element to join and split masters."""
+SPLITTING = 6
+"""Bytes of temporaries for each element while masters are split."""
+PINNED = "rounding of pinned memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +25,35 @@ class Traffic:
     """Bytes of one group's collectives, 0 for a collective that the group does without.
 
     `gathered` is the result of the all-gather, `reduced` and `all_reduced` are the inputs of the reduce-scatter and the
-    all-reduce over replicas, `owned` are this rank's shards. `shard` and `replicate` are the ranks of the collectives.
+    all-reduce over replicas, `owned` are this rank's shards, `copied` these in compute's dtype. `shard` and `replicate`
+    are the ranks of the collectives.
     """
 
     gathered: int
     reduced: int
     all_reduced: int = 0
     owned: int = 0
+    copied: int = 0
     shard: RankGroup = ALONE
     replicate: RankGroup = ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a step: its elements, and the bytes that the optimizer steps of them."""
+
+    numel: int
+    nbytes: int
+
+    @property
+    def masters(self) -> tuple[int, int]:
+        """The bytes of low bits and of carries."""
+        return 2 * self.numel, -(-self.numel // 8)
+
+    def parts(self) -> Iterator[Chunk]:
+        for start in range(0, self.numel, CHUNK_NUMEL):
+            numel = min(CHUNK_NUMEL, self.numel - start)
+            yield Chunk(numel, self.nbytes * numel // self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +66,9 @@ class SimulatedUnit:
         traffic: the collectives of the unit's groups.
         stepped: the bytes of each shard that the optimizer steps element by element.
         matrices: the bytes of each shard of a matrix that it steps as one.
+        spans: what is stepped of each trained group's shard buffer.
+        nbytes: the bytes of the unsharded parameters in their own dtypes.
+        offload: where the unit's state rests.
     """
 
     name: str
@@ -46,6 +79,44 @@ class SimulatedUnit:
     traffic: tuple[Traffic, ...]
     stepped: tuple[int, ...]
     matrices: tuple[int, ...] = ()
+    spans: tuple[Chunk, ...] = ()
+    nbytes: int = 0
+    offload: OffloadPolicy = OffloadPolicy()
+
+    @property
+    def steps_on_host(self) -> bool:
+        return self.offload.step_place == "host"
+
+    @property
+    def keeps_copies(self) -> bool:
+        """True if the device keeps a copy of shards that rest on the host."""
+        return self.steps_on_host and self.offload.parameters == "device"
+
+    @property
+    def is_chunked(self) -> bool:
+        """True if the device steps the unit in chunks."""
+        return not self.steps_on_host and (self.offload.state_place != "device" or self.offload.masters is not None)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields the parts of the unit that are stepped one after another."""
+        return (part for each in self.spans for part in each.parts())
+
+    def offloaded(self, policy: OffloadPolicy) -> SimulatedUnit:
+        """Returns the unit, of which all is on the device, under `policy`."""
+        unit = replace(self, offload=policy)
+        if not unit.steps_on_host:
+            return unit
+        # The device has streams: an all-gather sends from rows in the memory of the device, so no buffer is added.
+        groups = (
+            replace(
+                sizes,
+                shards=each.copied if unit.keeps_copies else 0,
+                is_offloaded=True,
+                stores_at_once=each.replicate.size == 1,
+            )
+            for sizes, each in zip(self.groups, self.traffic, strict=True)
+        )
+        return replace(unit, groups=tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +145,12 @@ class Optimizer:
             yield from (self.scalars, *[nbytes] * self.states)
         yield from unit.matrices  # the momentum
 
+    def near_bytes(self, chunk: Chunk, policy: OffloadPolicy) -> int:
+        """Returns the bytes of state and masters that come to the step of `chunk`."""
+        brings_masters = policy.masters not in (None, policy.step_place)
+        state = self.states * chunk.nbytes if policy.state_place != policy.step_place else 0
+        return state + (sum(chunk.masters) if brings_masters else 0)
+
     def touched(self, units: Sequence[SimulatedUnit]) -> int:
         """Returns the bytes that a step reads and writes."""
         return self.accesses * sum(sum(unit.stepped) for unit in units)
@@ -94,7 +171,6 @@ class Sharded:
         limits: the limits of the schedule.
         batch_bytes: small gradients are copied together once they have this many bytes.
         places: the place of each trainable parameter in its unit, by the index in `Work.parameters`.
-        is_offloaded: shards and optimizer are in host memory.
     """
 
     units: tuple[SimulatedUnit, ...]
@@ -103,33 +179,55 @@ class Sharded:
     batch_bytes: int
     places: Mapping[int, Arrival]
     optimizer: Optimizer
-    is_offloaded: bool = False
 
-    def offloaded(self) -> Sharded:
-        """Returns the model with shards, gradients and optimizer state in host memory (`CPUOffloadPolicy`)."""
-        # The device has streams: an all-gather sends from rows in the memory of the device, so no buffer is added.
-        units = tuple(
-            replace(unit, groups=tuple(replace(sizes, shards=0, is_offloaded=True) for sizes in unit.groups))
-            for unit in self.units
-        )
-        return replace(self, units=units, is_offloaded=True)
+    def offloaded(self, policy: OffloadPolicy) -> Sharded:
+        """Returns the model, of which all is on the device, under `policy`: its share, unit by unit."""
+        units, taken, total = list(self.units), 0, 0
+        for number in (*range(1, len(units)), 0):  # as they are made: the root last
+            unit = units[number]
+            total += unit.nbytes
+            # As `policy_of_next` (sherd/engine/state/loads.py) chooses.
+            is_next = policy.share == 1.0 or taken + unit.nbytes / 2 <= policy.share * total
+            taken += unit.nbytes * is_next
+            stays = OffloadPolicy(masters=None if policy.masters is None else "device")
+            units[number] = unit.offloaded(policy if is_next else stays)
+        return replace(self, units=tuple(units))
 
-    def host_bytes(self, num_reductions: int) -> int:
-        """Returns the bytes that a rank takes of its host's memory; 0 unless it is offloaded.
+    def elsewhere(self, num_reductions: int) -> tuple[dict[str, int], int]:
+        """Returns the bytes that a rank takes of its host's memory by kind, and of disks.
 
-        Shards and their gradients are pinned, a buffer for each group; the optimizer's state is not. A further
-        reduction of a step, of `num_reductions`, lands next to the gradients before it is added to them.
+        Shards, their gradients and what comes to the device are pinned, a buffer for each group; what the host itself
+        steps with is not. A further reduction of a step, of `num_reductions`, lands next to the gradients before it is
+        added to them.
         """
-        if not self.is_offloaded:
-            return 0
-        pinned, optimizer = 0, self.optimizer
+        held: Counter[str] = Counter()
+        on_disk = 0
+
+        def pin(kind: MemoryKind, *sizes: int, place: Place = "host") -> None:
+            nonlocal on_disk
+            if isinstance(place, Disk):
+                on_disk += sum(sizes)
+            else:
+                held[kind.value] += sum(sizes)
+                held[PINNED] += sum(_pinned(each) - each for each in sizes)
+
         for unit in self.units:
-            pinned += sum(_pinned(each.owned) for each in unit.traffic)
-            trained = (each for each in unit.groups if each.arriving)
-            pinned += min(2, num_reductions) * sum(_pinned(each.gradients) for each in trained)
-        states = sum(nbytes for unit in self.units for nbytes in optimizer.state_sizes(unit))
+            policy = unit.offload
+            if unit.steps_on_host:
+                pin(MemoryKind.SHARDS, *(each.owned for each in unit.traffic))
+                trained = [each.gradients for each in unit.groups if each.arriving]
+                pin(MemoryKind.GRADIENTS, *trained * min(2, num_reductions))
+            if unit.steps_on_host and policy.state_place == "host":
+                held[MemoryKind.OPTIMIZER.value] += sum(self.optimizer.state_sizes(unit))
+            elif policy.state_place != "device":
+                states = [each.nbytes for each in unit.spans] * self.optimizer.states
+                pin(MemoryKind.OPTIMIZER, *states, place=policy.state_place)
+            if policy.masters not in (None, "device"):
+                pin(MemoryKind.MASTERS, *(part for each in unit.spans for part in each.masters), place=policy.masters)
         # On a CPU torch steps one parameter after the other.
-        return pinned + states + replace(optimizer, is_foreach=False).temporary_bytes(self.units)
+        on_host = [unit for unit in self.units if unit.steps_on_host]
+        held["temporaries"] += replace(self.optimizer, is_foreach=False).temporary_bytes(on_host)
+        return {kind: nbytes for kind, nbytes in held.items() if nbytes}, on_disk
 
     @property
     def cuts(self) -> Hashable:

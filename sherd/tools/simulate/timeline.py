@@ -25,6 +25,9 @@ class Lane(str, Enum):
     MATRICES = "matrices"
     """Shards of matrices on the way to the ranks that compute their updates, and of updates on the way back."""
     COPY = "host copies"
+    """From the host to the device."""
+    BACK = "copies to the host"
+    HOST = "steps of the host"
 
 
 @dataclass(frozen=True, slots=True)

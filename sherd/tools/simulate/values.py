@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ class Kind:
         holds: returns True for a value of the type that is within the limits.
         values: all values, if they are few.
         least: the least value, if there is one.
+        others: other names of values, in small letters; "true" is also the name of True.
     """
 
     type: type
@@ -32,6 +33,7 @@ class Kind:
     holds: Callable[[Any], bool] = lambda _: True
     values: tuple[str, ...] = ()
     least: float | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def expected(self) -> str:
@@ -45,8 +47,16 @@ class Kind:
             return f"has the wrong type; it must be {WANTED[self.type].lower()}"
         return "" if self.holds(value) else f"is out of its limits; it must be {self.limits}"
 
+    def usual(self, value: Any) -> Any:
+        """Returns the value that a name stands for, and a whole number as a float where these are; else `value`."""
+        if self.type is float and type(value) is int:
+            return float(value)
+        return self.others.get(str(value).lower(), value) if isinstance(value, bool | str) else value
+
     def of_word(self, word: str) -> Any:
         """Returns the value that `word` is, or `word` if it is none of the type, as `reason` then says."""
+        if word in self.others:
+            return self.others[word]
         try:
             if self.type is bool:
                 return {"true": True, "false": False}[word]

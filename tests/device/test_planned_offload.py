@@ -1,0 +1,117 @@
+"""What a plan says of offload is what the simulated device counts, and what `memory_report` says: bytes at rest, on the
+device and on the host, and those of the optimizer's step."""
+
+from __future__ import annotations
+
+import gc
+from itertools import accumulate
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import sherd
+from sherd.optim import chunks
+from sherd.tools.simulate import sharded
+from sherd.tools.simulate.settings import offload_policy, parts_of_offload
+from tests.device.test_peaks import GPT, TOKENS, held_before, requested
+
+CHUNK = 1 << 16
+SCALARS = 4 * sum(1 for _ in GPT().parameters())
+"""Counts of steps, one for each parameter or fewer; and flags in reduced gradients."""
+KINDS, SHARES = ("state", "masters", "step", "everything"), (0, 0.25, 0.5, 0.75, 1)
+FIXED: dict[str, Any] = {"strategy": "auto", "placement": "shard", "wrapping": "auto", "reshard": True, "prefetch": 1}
+FIXED |= {"checkpointing": False, "micro_batch": 2}
+OPTIMIZERS = {
+    "sgd-momentum": lambda model: optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
+    "adamw-fused": lambda model: optim.AdamW(model.parameters(), fused=True),
+}
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def counted(offload: str, kind: str) -> dict[str, int]:
+    """The bytes of a settled step: what is asked for at rest and in the optimizer's step, and what the report says."""
+    before = held_before()
+    model: Any = GPT().to("sim")
+    if offload.startswith("masters"):
+        model.to(torch.bfloat16)
+    precision = sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policy, mesh = offload_policy(offload), init_device_mesh("sim", (torch.distributed.get_world_size(),))
+    for unit in (*model.blocks, model):
+        sherd.fully_shard(unit, mesh=mesh, offload_policy=policy, mp_policy=precision)
+    optimizer = OPTIMIZERS[kind](model)
+    tokens = torch.zeros(2, TOKENS, dtype=torch.long, device="sim")
+    gc.collect()
+    for _ in range(3):
+        loss_of(model, tokens).backward()
+        gc.collect()
+        requested()
+        optimizer.step()
+        step = requested() - before - tokens.nbytes
+        in_step = sum(row.now for row in sherd.memory_report(model, optimizer).host)
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    rest = torch.accelerator.memory_stats()["requested_bytes.all.current"] - before - tokens.nbytes
+    report = sherd.memory_report(model, optimizer)
+    return {
+        "rest": int(rest),
+        "reported": report.now,
+        "step": int(step),
+        "host at peak": sum(row.at_peak for row in report.host),
+        "host in step": in_step,
+    }
+
+
+def planned(offload: str, kind: str, num_ranks: int) -> tuple[int, int, int]:
+    """The bytes at rest, in the optimizer's step, and on the host, that a plan says."""
+    torch.manual_seed(0)
+    tokens = torch.zeros(2, TOKENS, dtype=torch.long)
+    options = FIXED | {"offload": offload, "loss": loss_of, "optimizer": kind}
+    found = sherd.plan(GPT(), {"dp": num_ranks}, tokens, cluster="h100", shard=shard_units, **options).prediction
+    changes = found.timeline.changes
+    lasting = ("shards", "optimizer state", "masters")
+    rest = sum(each.nbytes for each in changes if each.time == 0.0 and each.kind in lasting)
+    begin = min(each.start for each in found.timeline.spans if each.name == "optimizer")
+    now = list(accumulate(each.nbytes for each in changes))
+    before = max(at for at, each in enumerate(changes) if each.time <= begin)
+    in_step = max(now[before:])
+    host = sum(each for kind, each in found.in_host.items() if kind not in (sharded.PINNED, "temporaries"))
+    return rest, in_step, host
+
+
+def shard_units(model: Any, **options: Any) -> nn.Module:
+    for unit in model.blocks:
+        sherd.fully_shard(unit, **options)
+    return sherd.fully_shard(model, **options)
+
+
+def all_counted(offloads: list[str], kind: str) -> list[dict[str, int]]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+        return [counted(each, kind) for each in offloads]
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_planned_bytes_are_those_counted(kind, sim_world):
+    offloads = ["nothing", *(f"{each}:{share}" for each in KINDS for share in SHARES)]
+    with mock.patch.object(sharded, "CHUNK_NUMEL", CHUNK):
+        said = [planned(each, kind, 2) for each in offloads]
+    (found, _) = sim_world(2, spoil="no", races="off").run(all_counted, offloads, kind).values
+    for offload, (rest, step, host), each in zip(offloads, said, found, strict=True):
+        assert abs(each["rest"] - rest) <= SCALARS, offload
+        assert abs(each["reported"] - rest) <= SCALARS, offload
+        assert abs(each["step"] - step) <= SCALARS, offload
+        assert each["host at peak"] == each["host in step"] == host, offload
+    for word in KINDS:
+        of_word = {
+            parts_of_offload(each)[1]: counts for each, counts in zip(offloads, found, strict=True) if word in each
+        }
+        on_device = [of_word[share]["rest"] for share in SHARES]
+        assert on_device == sorted(set(on_device), reverse=True), word
