@@ -80,7 +80,7 @@ class Config:
     placement: str = setting("placement")
     wrapping: str = setting("wrapping")
     reshard: bool = setting("reshard")
-    offload: bool = setting("offload")
+    offload: str = setting("offload")
     checkpointing: float = setting("checkpointing")
     recompute: str = setting("recompute")
     precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
@@ -105,8 +105,13 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        if self.cuda_graph and self.offload:
-            raise InputError("cuda_graph = true cannot hold offload = true, for which the host waits; leave out one")
+        if self.cuda_graph and self.offload != "nothing":
+            said = f"cuda_graph = true cannot hold offload = {self.offload!r}, for which the host may wait; leave out one"
+            raise InputError(said)
+        if self.offload.startswith("masters"):
+            raise InputError(
+                f"offload = {self.offload!r} is for bfloat16 weights, and those of sherd train stay float32; set state"
+            )
         if self.hf:
             return
         if self.tied and self.wrapping == "ends":
@@ -169,8 +174,7 @@ def _checked(name: str, value: Any) -> Any:
     if name not in FIELDS:
         section = isinstance(value, Mapping)
         raise InputError(f"unknown field {name}; {'a config has no sections' if section else _hint(name)}")
-    if KINDS[name].type is float and type(value) is int:
-        value = float(value)
+    value = KINDS[name].usual(value)
     if reason := KINDS[name].reason(value):
         raise InputError(f"{name} = {value!r} {reason}")
     return value

@@ -20,10 +20,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from sherd import CommPolicy, CPUOffloadPolicy, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, SherdError, auto_shard
+from sherd import CommPolicy, Flat, MixedPrecisionPolicy, Owned, SherdError, auto_shard
 from sherd.api.auto_shard import described, shard_units
 from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
+from sherd.tools.simulate.settings import offload_policy
 from sherd.train.config import Config, InputError
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder, Head, HuggingFace
@@ -41,7 +42,8 @@ def build(config: Config, grid: RankGrid) -> nn.Module:
         lm = HuggingFace(config.hf, config.seed, config.context)
         return parallelized(lm.to(grid.device_type), grid, config)
     # A rank only ever holds its shards.
-    model = parallelized(on_meta(config), grid, config).to_empty(device="cpu" if config.offload else grid.device_type)
+    on_host = offload_policy(config.offload).step_place == "host"
+    model = parallelized(on_meta(config), grid, config).to_empty(device="cpu" if on_host else grid.device_type)
     assert isinstance(model, Decoder), "no path was given"
     model.reset_parameters(config.seed)
     return model
@@ -79,7 +81,7 @@ def _options(config: Config) -> dict[str, Any]:
         "placement": {"shard": None, "flat": Flat(), "whole": Owned()}[config.placement],
         "reshard_after_forward": None if config.reshard else False,
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+        "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
         "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error"),
     }

@@ -116,9 +116,15 @@ def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine)
 
 
 @pytest.mark.slow
-def test_parameters_that_rest_in_host_memory_have_the_same_losses(machine, trained):
-    machine.sherd(*TRAIN, "--out", "offloaded", "device=sim", "offload=true")
-    require_same(machine.records("offloaded"), trained[1])
+@pytest.mark.parametrize("offload", ["true", "state", "state:0.5", "step", "step:0.5", "everything:0.5"])
+def test_what_rests_in_host_memory_trains_with_the_same_losses_and_goes_on(machine, trained, offload):
+    out = f"offloaded {offload}"
+    machine.sherd(*TRAIN, "--out", out, "device=sim", f"offload={offload}")
+    require_same(machine.records(out), trained[1])
+    shutil.rmtree(machine.folder / out / "checkpoints" / "step-00000006")
+    machine.sherd("train", "--quiet", "--resume", "--out", out, "device=sim")
+    assert list(machine.records(out, "start")) == [0, 3]
+    require_same(machine.records(out), trained[1])
 
 
 def test_what_this_machine_has_no_device_for_is_refused_in_a_line(machine):

@@ -25,6 +25,7 @@ CHOICES = [
     FLAT,
     "placement=whole",
     "reshard=false offload=true",
+    "offload=state:0.5",
     ZERO1,
     "strategy=zero2 placement=flat",
     "strategy=ddp",
