@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import new_dtensor, replace_class, spec_of, swap_devices
 from sherd.comm.streams import Handoff, streams_for
-from sherd.engine import Group, as_sharded
+from sherd.engine import Group
 from sherd.layout.extent import Extent
 from sherd.tensor.local_step import LocalStep, SteppedSpan
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.sharded import rest_on
 from sherd.tensor.state_kind import State, copy_of
-
-if TYPE_CHECKING:
-    from sherd.engine.state.fetching import RestingPlace
 
 IN_FLIGHT = 3
 """One chunk that comes, one that is stepped, one that goes."""
@@ -124,18 +121,18 @@ def _around(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return new_dtensor(type(like), local, spec_of(like)) if isinstance(like, DTensor) else local
 
 
-def _far(value: Any, before: Any, place: RestingPlace | None) -> Any:
-    """Returns a tensor of state where it rests: in `before`, if that is fit, else in a new one. None: where it is."""
-    if place is None or not _is_vector(value):
+def _far(value: Any, before: Any, pinned: bool) -> Any:
+    """Returns a tensor of state in host memory: `before`, with its values, if that is fit, else a new one."""
+    if not _is_vector(value):
         return value
     local = local_part(value)
     if isinstance(before, torch.Tensor):
         far = local_part(before)
         is_fit = (far.shape, far.dtype, far.device.type) == (local.shape, local.dtype, "cpu")
-        if is_fit and (far.is_pinned() or not place.pinned):
+        if is_fit and (far.is_pinned() or not pinned):
             far.copy_(local, non_blocking=True)
             return before
-    far = torch.empty_like(local, device="cpu", pin_memory=place.pinned)
+    far = torch.empty_like(local, device="cpu", pin_memory=pinned)
     return _around(far.copy_(local, non_blocking=True), value)
 
 
@@ -334,9 +331,10 @@ class Shards(Chunk):
         for each in self._stepped:
             if each in self._state:
                 before, group = self._resting.get(each, {}), self._group_of.get(id(each))
-                place = group.place if group is not None and group.place.brings_state else None
-                now = self._state[each].items()
-                self._resting[each] = {key: _far(value, before.get(key), place) for key, value in now}
+                now = self._state[each]
+                if group is not None and group.place.brings_state:
+                    now = {key: _far(value, before.get(key), group.place.pinned) for key, value in now.items()}
+                self._resting[each] = now
         for group, low, carries in self._masters:
             assert group.masters is not None
             for near, far in ((low, group.masters.low), (carries, group.masters.carries)):
@@ -358,7 +356,8 @@ def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) 
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []
     try:
         for each in group.optimizer_params:
-            shard, extent = as_sharded(each.parameter), each.extent
+            shard: Any = each.parameter
+            extent = each.extent
             part = own_view(values[extent.start : extent.stop]).view(each.shape)
             other = as_dtensor(part, in_dtype(spec_of(shard), torch.float32))
             other.requires_grad_(shard.requires_grad)
