@@ -32,12 +32,13 @@ from sherd.comm.streams import Handoff
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.optim.chunks import Chunk, Lists, States, chunks_of, step_chunks
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
+    from sherd.optim.chunks import Chunk, Lists, States
+
     _Optimizer = Optimizer
 else:
     _Optimizer = object  # the user's own class, which follows among the bases, is an Optimizer
@@ -188,6 +189,8 @@ class Stepper:
         num_states = len(optimizer.state)
         with local.lent_to(optimizer):
             if in_chunks and self._chunks:
+                from sherd.optim.chunks import step_chunks  # seldom needed, so loaded late: tests/test_storeys.py
+
                 self._last_copy = step_chunks(self._chunks, self._device, partial(self._step_lists, optimizer))
             else:
                 with self._forms(optimizer, local.parts):
@@ -256,6 +259,8 @@ class Stepper:
         local = LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
         self._chunks = []
         if any(group.is_brought for group, _ in by_group):
+            from sherd.optim.chunks import chunks_of
+
             self._device = by_group[0][0].device
             self._chunks = chunks_of(local, by_group)
         return local
