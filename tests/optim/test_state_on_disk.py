@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import pathlib
 from unittest import mock
 
 import pytest
@@ -102,4 +103,32 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_step(tmp_path, threa
     with pytest.raises(RanksFailed) as failed:
         threads(2).run(trained, optim.AdamW, None, False, str(tmp_path))
     assert {kind for kind, _ in failed.value.errors.values()} == {ScratchError.__name__}
-    assert all("4.0 KiB free" in text for _, text in failed.value.errors.values())
+    assert all("KiB, and has 4.00 KiB free" in text for _, text in failed.value.errors.values())
+
+
+def grown(policy):
+    """The anonymous memory that a process holds after steps, in bytes above that before the first."""
+
+    def held():
+        status = pathlib.Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    for unit in (*model, model):
+        fully_shard(unit, offload_policy=policy)
+    optimizer = optim.AdamW(model.parameters())
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 1 << 18):
+        before = held()
+        for _ in range(2):
+            model(torch.ones(2, 1024)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return held() - before
+
+
+def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
+    policies = OffloadPolicy(), OffloadPolicy(optimizer=Disk(str(tmp_path)))
+    near, far = (world(1).run(grown, policy)[0] for policy in policies)
+    state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
+    assert near - far >= 0.9 * state
+    assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
