@@ -24,7 +24,7 @@ from sherd._torch import local_tensor
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.files import Opened
-from sherd.tensor.host_memory import memory_of
+from sherd.tensor.relayout import memory_of
 
 DTYPES = {
     "BOOL": torch.bool,
