@@ -56,5 +56,7 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
         with params_replaced(optimizer, lists, state):
             results.append(step(*args, **kwargs))
 
-    _copies[optimizer] = step_chunks([chunk], groups[0].device, run)
+    last = step_chunks([chunk], groups, run)
+    assert last is not None, "there is a chunk"
+    _copies[optimizer] = last
     return results[0]

@@ -456,7 +456,7 @@ class Group:
                     values[own.start : own.stop] = before.full()[extent.start : extent.stop]
             masters.put(values)
         for record, own in zip(self.parameters, held, strict=True):
-            record.masters = masters, own
+            record.have_masters(masters, own)
         return masters
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
