@@ -25,7 +25,7 @@ from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decode
 from sherd.checkpoint.loading import Awaited, to_load
 from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.saving import Form, needs_comparison, state_by_name
-from sherd.engine import watcher
+from sherd.engine import Unit, watcher
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
@@ -192,6 +192,9 @@ class OptimizerItem(Item):
         return Catalog(*self._modules)
 
     def needs_comparison(self) -> bool:
+        units = [unit for module in self._modules for unit in Unit.below(module)]
+        for device in {unit.mesh.device for unit in units if unit.place.brings_state} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)  # state may still be on its way to where it rests
         return needs_comparison(self._catalog, self._optimizer)
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
