@@ -190,7 +190,7 @@ def _predict(planner: Planner, row: Row) -> list[Predicted]:
             checkpointing=checkpointing,
             recompute=recompute,
             reshard=row.reshard,
-            offload=row.offload,
+            offload="everything" if row.offload else "nothing",
             micro_batch=row.micro_batch,
             micro_batches=row.micro_batches,
         )

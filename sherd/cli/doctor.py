@@ -85,7 +85,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         with _group():
             if not args.into:
                 findings += _of_all_machines()
-            findings += of_the_bandwidth(args.bandwidth) if args.bandwidth else of_the_ranks(TIMEOUT.total_seconds())
+            findings += _figures(args)
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -95,6 +95,12 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         leave(0)
     own = any(each.name == f"rank {rank}" for each in findings)
     leave(_told(findings, args) if rank == 0 or own else exit_code(findings, args.strict))
+
+
+def _figures(args: argparse.Namespace) -> Iterator[Finding]:
+    if args.bandwidth:
+        return of_the_bandwidth(args.bandwidth, args.scratch)
+    return of_the_ranks(TIMEOUT.total_seconds())
 
 
 def _told(findings: Sequence[Finding], args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ def add_doctor(commands: Any) -> None:
     )
     p.add_argument("--ranks", type=reader(at_least(1)), metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
+    p.add_argument("--scratch", default="", metavar="FOLDER", help="of --bandwidth: measure its disk too")
     p.add_argument("--gpus", action="store_true", help=GPUS)
     p.add_argument("--out", default="gpus", metavar="FOLDER", help="of --gpus: for the file and the page to send")
     p.add_argument("--json", action="store_true", help="print one line of JSON")

@@ -106,7 +106,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.cuda_graph and self.offload != "nothing":
-            said = f"cuda_graph = true cannot hold offload = {self.offload!r}, for which the host may wait; leave out one"
+            said = (
+                f"cuda_graph = true cannot hold offload = {self.offload!r}, for which the host may wait; leave out one"
+            )
             raise InputError(said)
         if self.offload.startswith("masters"):
             raise InputError(

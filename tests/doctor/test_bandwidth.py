@@ -62,6 +62,21 @@ def test_hosts_are_told_apart_and_what_cannot_be_measured_is_an_estimate(world, 
     assert [link for link in ("within", "across") if cluster.sources[link].startswith("estimate")] == estimated
 
 
+def test_a_disk_is_measured_where_a_folder_is_given(world, tmp_path):
+    (file,) = world(1).run(measured_with_disk, str(tmp_path / "scratch"))
+    (tmp_path / "box.toml").write_text(file)
+    cluster = read_cluster(tmp_path / "box.toml")
+    assert cluster.disk.bandwidth > 0
+    assert cluster.sources["disk"].endswith(f", in {tmp_path / 'scratch'}")
+    assert not list((tmp_path / "scratch").iterdir())
+    assert cluster.from_host is None, "a CPU has no link to itself"
+
+
+def measured_with_disk(folder):
+    with mock.patch.multiple(bandwidth, MEASURE_S=0.001, ON_CPU=(64, 2**8, (1, 1, 32, 16)), ON_DISK=(2**12, 2**16)):
+        return cluster_toml(bandwidth.measured("box", folder))
+
+
 def link_over(launch, latency, rate):
     """The link that is found where collectives take what the formula says."""
     exact = {

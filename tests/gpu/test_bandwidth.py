@@ -34,6 +34,8 @@ def test_an_accelerator_is_measured(alone: DeviceMesh, accelerator: Accelerator,
     assert device.host > 0
     assert device.library_bytes < device.memory
     assert cluster.sources["within"].startswith("estimate: not measured")
+    assert cluster.from_host.bandwidth > 0
+    assert cluster.host_bandwidth > 0
     if accelerator.kind == "cuda":
         assert device.flops["bfloat16"] > device.flops["float32"]
         assert device.bandwidth > 2 * cluster.to_host.bandwidth

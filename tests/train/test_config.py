@@ -61,10 +61,16 @@ WRONG = [
     ({"heads": 2, "kv_heads": 4}, "kv_heads = 4 does not divide heads = 2"),
     ({"wrapping": "ends"}, "wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied"),
     ({"cuda_graph": True, "offload": True}, "cuda_graph = true cannot hold offload = 'everything', for which"),
-    ({"offload": "half"}, "offload = 'half' is out of its limits; it must be one of nothing, state, masters, step, every"),
+    (
+        {"offload": "half"},
+        "offload = 'half' is out of its limits; it must be one of nothing, state, masters, step, every",
+    ),
     ({"offload": "state:1.5"}, "offload = 'state:1.5' is out of its limits"),
     ({"offload": 1}, "offload = 1 has the wrong type; it must be a string"),
-    ({"offload": "masters:0.5"}, "offload = 'masters:0.5' is for bfloat16 weights, and those of sherd train stay float32"),
+    (
+        {"offload": "masters:0.5"},
+        "offload = 'masters:0.5' is for bfloat16 weights, and those of sherd train stay float32",
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ from sherd.comm.objects import all_gather_objects
 from sherd.comm.transports import transport_of
 from sherd.errors import InputError
 from sherd.policy import CommPolicy
+from sherd.storage.scratch import Scratch
 from sherd.tools.doctor.findings import Finding
 from sherd.tools.doctor.machine import host_memory
 from sherd.tools.doctor.ranks import collective, device
@@ -24,6 +25,7 @@ from sherd.tools.simulate.work import OpKind
 
 MEASURE_S = 0.3  # the seconds for which an operation is repeated; the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
+ON_DISK = (2**20, 2**24, 2**26)  # bytes of a scratch file
 QUEUED = 200  # small operations in a row
 BESIDE = 0.84  # the share of its speed that an accelerator keeps while a collective runs
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
@@ -36,9 +38,12 @@ def require_free(file: str) -> None:
         raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
 
 
-def of_the_bandwidth(file: str) -> Iterator[Finding]:
-    """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure."""
-    cluster = measured(Path(file).stem)
+def of_the_bandwidth(file: str, scratch: str = "") -> Iterator[Finding]:
+    """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure.
+
+    The disk of the folder `scratch` is measured too, if one is given.
+    """
+    cluster = measured(Path(file).stem, scratch)
     if dist.get_rank() == 0:
         Path(file).write_text(cluster_toml(cluster), encoding="utf-8")
     texts = texts_of(cluster)
@@ -46,7 +51,7 @@ def of_the_bandwidth(file: str) -> Iterator[Finding]:
     yield Finding("bandwidth", "written", file)
 
 
-def measured(name: str) -> Cluster:
+def measured(name: str, scratch: str = "") -> Cluster:
     """Returns the cluster of these ranks. The slowest rank's figures count."""
     at, hosts = device(), all_gather_objects(socket.gethostname(), "the names of hosts")
     per_node, statm = hosts.count(hosts[0]), Path("/proc/self/statm")
@@ -57,12 +62,16 @@ def measured(name: str) -> Cluster:
     within, across = _links(hosts, launch)
     in_memory = Link(launch, rates[OpKind.COPY] / 2)
     memory, model, to_host = host_memory()[1] // per_node or 2**32, f"CPU, {platform.machine()}", in_memory
+    from_host = in_host = None
     if at.type != "cpu":
         module, there = torch.get_device_module(at), torch.empty(ON_DEVICE[1], 1024, device=at)
         (free, memory), model = module.mem_get_info(at), module.get_device_name(at)
         resident = max(0, memory - free - module.memory_reserved(at))
         pinned = torch.empty(there.shape).pin_memory()
-        to_host = Link(launch, there.nbytes / slowest(lambda: there.copy_(pinned, non_blocking=True), at))
+        to_host = Link(launch, there.nbytes / slowest(lambda: pinned.copy_(there, non_blocking=True), at))
+        from_host = Link(launch, there.nbytes / slowest(lambda: there.copy_(pinned, non_blocking=True), at))
+        add, nbytes = _movers(torch.device("cpu"))[OpKind.POINTWISE]
+        in_host = nbytes / slowest(add, torch.device("cpu"))
     resident = max(all_gather_objects(resident, "the memory of libraries"))
     bandwidth = rates.pop(OpKind.POINTWISE)
     shares = {kind: min(1.0, rate / bandwidth) for kind, rate in rates.items()}
@@ -73,6 +82,8 @@ def measured(name: str) -> Cluster:
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "host_memory", "device", "within", "across", "to_host"), said)
+    sources |= {name: said for name, each in (("from_host", from_host), ("host_bandwidth", in_host)) if each}
+    sources |= {"disk": f"{said}, in {scratch}"} if scratch else {}
     sources["device.peak_flops"] = "estimate: the maker's figure is not known, so what was achieved; MFU is of that"
     if at.type != "cpu":
         sources["device.beside"] = "estimate: not measured, as on the accelerators of Lee et al. (2025) in the mean"
@@ -90,7 +101,28 @@ def measured(name: str) -> Cluster:
         "",
         sources,
         host_memory=host_memory()[1] or None,
+        from_host=from_host,
+        host_bandwidth=in_host,
+        disk=_disk(scratch) if scratch else None,
     )
+
+
+def _disk(folder: str) -> Link:
+    """Returns the link to the disk of `folder`: bytes are written, reach the disk, and are read from it again."""
+
+    def seconds(nbytes: int) -> float:
+        file, buffer = scratch.file("the bandwidth", nbytes), memoryview(bytearray(nbytes))
+
+        def there_and_back() -> None:
+            file.write_from(buffer).wait()
+            file.map().flush()
+            file.drop()
+            file.read_into(buffer).wait()
+
+        return slowest(there_and_back, torch.device("cpu"))
+
+    with Scratch(folder) as scratch:
+        return line_through([2 * nbytes for nbytes in ON_DISK], [seconds(nbytes) for nbytes in ON_DISK])
 
 
 def slowest(call: Callable[[], object], at: torch.device) -> float:

@@ -85,7 +85,7 @@ HYBRID = ("hsdp", "hybrid_shard")
 
 
 OFFLOADS: dict[str, tuple[OffloadPolicy, str]] = {
-    "nothing": (OffloadPolicy(), "all on the device"),
+    "nothing": (OffloadPolicy(), "shards on the device"),
     "state": (OffloadPolicy(optimizer="host"), "optimizer state in host memory"),
     "masters": (
         OffloadPolicy(optimizer="host", masters="host"),
