@@ -178,9 +178,10 @@ def lines_of(
     yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
     verdict = "; ".join(filter(None, verdict_of(prediction, room)))
     yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
-    if prediction.cluster.device.overlaps:
-        yield from (f"  {f'{kind}, on the host':29} {in_bytes(each):>10}" for kind, each in prediction.in_host.items())
-        yield from [f"  {'on a disk':29} {in_bytes(prediction.on_disk):>10}"] * (prediction.on_disk > 0)
+    if prediction.in_host and prediction.cluster.device.overlaps:
+        yield f"on the host {', '.join(f'{in_bytes(each)} of {kind}' for kind, each in prediction.in_host.items())}"
+    if prediction.on_disk:
+        yield f"on a disk   {in_bytes(prediction.on_disk)}"
     if "memory of a node" in facts:
         yield f"host memory {facts['memory of a node']}, of each node"
     answer, libraries = room.answer(prediction.outcome), prediction.cluster.device.library_bytes
@@ -207,7 +208,8 @@ def _of_offload(found: SearchResult, ranks_of_node: int) -> Iterator[str]:
     for each in sorted((best, *alone), key=lambda each: -outcomes[each].nbytes) if alone else ():
         outcome = outcomes[each]
         sizes = (in_bytes(outcome.nbytes), in_bytes(outcome.host_bytes // ranks_of_node), in_seconds(outcome.seconds))
-        said = "  chosen" if each == best else "  does not fit" if found.room.lack(outcome) else ""
+        answer = found.room.answer(outcome)
+        said = "  chosen" if each == best else f"  {answer.value}" if answer is not Verdict.FITS else ""
         yield f"  {each.offload:16} {' '.join(f'{size:>10}' for size in sizes)}{said}"
 
 

@@ -250,7 +250,7 @@ class _Player:
         for number in (number for number in order if units[number].steps_on_host and units[number].stepped):
             unit, policy = units[number], units[number].offload
             seconds = self._costs.optimizer(optimizer.touched([unit]), optimizer.accesses * len(unit.stepped), True)
-            if policy.state_place != "host":  # it comes and goes, beside the steps of others
+            if policy.state_place != "host":  # it comes and goes while others are stepped
                 near = sum(optimizer.near_bytes(each, policy) for each in unit.spans)
                 seconds = max(seconds, self._costs.to_host(2 * near, on_disk=True))
             landed = self._landed[number] if self._steps_in_backward else max(self._landed)

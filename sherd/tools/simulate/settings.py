@@ -132,7 +132,7 @@ def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
 
 def _offload_in_words(value: str) -> str:
     what, share, folder = parts_of_offload(value)
-    of = "" if share in (0.0, 1.0) else f" of {share:.0%} of the bytes"
+    of = "" if share in (0.0, 1.0) else f" ({share:.0%})"
     return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{', state on a disk' * bool(folder)}"
 
 
