@@ -87,7 +87,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 
     The prediction asks the schedule that runs the model. Until a step runs under `track_memory`, the order in which
     gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
-    None; it does not include the optimizer's own temporaries.
+    None; it does not include the optimizer's own temporaries, nor state that comes for the step from elsewhere.
 
     Before the model's first step all ranks must call it together, since it sets up transports, which is collective.
 
@@ -234,7 +234,7 @@ def _elsewhere(
     """Returns the rows of what rests in host memory, and on disks."""
     cpu, on_disk = torch.device("cpu"), Counter[tuple[int | None, MemoryKind]]()
     lasting, present = _lasting(units, optimizer, cpu), _present(units, cpu)
-    in_step = {(number, kind): each for (number, kind), each in present.items() if kind is not MemoryKind.GRADIENTS}
+    in_step = dict(present)
     for number, unit in enumerate(units):
         for kind, place in ((MemoryKind.OPTIMIZER, unit.place.state), (MemoryKind.MASTERS, unit.place.masters)):
             if isinstance(place, Disk):

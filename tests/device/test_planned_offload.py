@@ -98,12 +98,20 @@ def all_counted(offloads: list[str], kind: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.values
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_planned_bytes_are_those_counted(kind, sim_world):
-    offloads = ["nothing", *(f"{each}:{share}" for each in KINDS for share in SHARES)]
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "shares"),
+    [
+        ("adamw-fused", 2, SHARES),
+        ("sgd-momentum", 2, SHARES),
+        ("adamw-fused", 1, (0.5, 1)),
+        ("adamw-fused", 4, (0.5, 1)),
+    ],
+)
+def test_planned_bytes_are_those_counted(kind, num_ranks, shares, sim_world):
+    offloads = ["nothing", *(f"{each}:{share}" for each in KINDS for share in shares)]
     with mock.patch.object(sharded, "CHUNK_NUMEL", CHUNK):
-        said = [planned(each, kind, 2) for each in offloads]
-    (found, _) = sim_world(2, spoil="no", races="off").run(all_counted, offloads, kind).values
+        said = [planned(each, kind, num_ranks) for each in offloads]
+    found = sim_world(num_ranks, spoil="no", races="off").run(all_counted, offloads, kind).values[0]
     for offload, (rest, step, host), each in zip(offloads, said, found, strict=True):
         assert abs(each["rest"] - rest) <= SCALARS, offload
         assert abs(each["reported"] - rest) <= SCALARS, offload
@@ -113,5 +121,40 @@ def test_planned_bytes_are_those_counted(kind, sim_world):
         of_word = {
             parts_of_offload(each)[1]: counts for each, counts in zip(offloads, found, strict=True) if word in each
         }
-        on_device = [of_word[share]["rest"] for share in SHARES]
+        on_device, on_host = ([of_word[share][key] for share in shares] for key in ("rest", "host in step"))
         assert on_device == sorted(set(on_device), reverse=True), word
+        assert on_host == sorted(set(on_host)), word
+
+
+def reported_and_taken(offload: str) -> tuple[int, int, str]:
+    """The peak of a step without activations: reported beforehand, and asked for. And the report."""
+    before = held_before()
+    model: Any = GPT().to("sim").to(torch.bfloat16)
+    mesh = init_device_mesh("sim", (torch.distributed.get_world_size(),))
+    shard_units(model, mesh=mesh, offload_policy=offload_policy(offload))
+    tokens = torch.zeros(0, TOKENS, dtype=torch.long, device="sim")
+
+    def step() -> None:
+        model(tokens).sum().backward()
+
+    step()
+    model.zero_grad()
+    with sherd.track_memory(model):
+        step()
+    model.zero_grad()
+    report = sherd.memory_report(model)
+    gc.collect()
+    requested()
+    step()
+    return report.predicted_peak, requested() - before, str(report)
+
+
+def test_a_report_has_the_peak_of_a_step_and_a_table_of_the_host(sim_world):
+    for offload in ("state", "masters:0.5", "step", "everything:0.5"):
+        for said, taken, text in sim_world(2, spoil="no", races="off").run(reported_and_taken, offload).values:
+            assert 0 <= taken - said <= 64 + 2 * 256, offload
+            assert ("\nin host memory: " in text) == (offload != "state"), "no optimizer was given"
+
+
+def test_the_constants_of_a_step_in_chunks_are_the_engines():
+    assert (sharded.IN_FLIGHT, sharded.CHUNK_NUMEL) == (chunks.IN_FLIGHT, chunks.CHUNK_NUMEL)

@@ -2,8 +2,10 @@
 
 import re
 import textwrap
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import ModelLayout, auto_units
 from sherd.tools.plan.plan import plan
 from sherd.tools.plan.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
-from sherd.tools.simulate.cluster import read_cluster
+from sherd.tools.simulate import sharded
+from sherd.tools.simulate.cluster import Link, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import Config, InputError
@@ -86,6 +89,34 @@ def test_offloaded_shards_gradients_and_state_are_counted_in_host_memory_as_they
         least = states + (1 + num_gradients) * pinned
         assert least <= found.prediction.host_bytes <= least + scalars + num_gradients * flags, samples
         assert found.prediction.outcome.host_bytes == 8 * found.prediction.host_bytes
+
+
+@mock.patch.object(sharded, "CHUNK_NUMEL", 1 << 12)
+def test_more_of_the_state_on_the_host_takes_less_of_the_device_and_longer():
+    for word in ("state", "masters", "step", "everything"):
+        plans = [made(decoder(width=256), offload=f"{word}:{share}").prediction for share in (0, 0.25, 0.5, 0.75, 1)]
+        peaks, seconds = [each.timeline.peak.nbytes for each in plans], [each.timeline.seconds for each in plans]
+        assert peaks == sorted(set(peaks), reverse=True), word
+        assert seconds == sorted(seconds), word
+        assert [each.host_bytes for each in plans] == sorted(each.host_bytes for each in plans), word
+
+
+def test_state_on_a_disk_is_counted_there():
+    cluster = replace(read_cluster("h100"), disk=Link(1e-4, 1e9))
+    on_host, on_disk = (made(offload=f"masters{at}", cluster=cluster).prediction for at in ("", "@/scratch"))
+    rounding = {"rounding of pinned memory", "temporaries"}
+    assert on_disk.on_disk == sum(each for kind, each in on_host.in_host.items() if kind not in rounding)
+    assert (on_disk.host_bytes, on_host.on_disk) == (0, 0)
+    assert on_disk.timeline.seconds > on_host.timeline.seconds
+    assert on_disk.timeline.peak == replace(on_host.timeline.peak, time=on_disk.timeline.peak.time)
+
+
+def test_nothing_moves_where_device_and_host_share_one_memory():
+    cluster = replace(read_cluster("h100"), one_memory=True)
+    usual, kept = (made(cluster=cluster, offload=offload) for offload in ("nothing", "everything"))
+    assert usual.prediction == kept.prediction
+    found = plan(decoder(), 8, tokens(), loss=next_token, cluster=cluster, memory_limit=usual.prediction.driver_bytes)
+    assert {each.offload for each in found.found.outcomes} == {"nothing"}
 
 
 def test_what_is_chosen_fits_and_shards():

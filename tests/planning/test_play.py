@@ -3,12 +3,12 @@ the order of 1F1B."""
 
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from unittest import mock
 
 import pytest
 
-from sherd.policy import CPUOffloadPolicy, OffloadPolicy
+from sherd.policy import CPUOffloadPolicy, Disk, OffloadPolicy
 from sherd.schedule.forecast import forecast
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
@@ -155,6 +155,17 @@ def test_state_comes_and_goes_while_other_chunks_are_stepped():
     # Two float32 states of 100 bytes for each of three chunks.
     in_flight = [each for each in timeline.changes if each.kind == "state in flight"]
     assert max(accumulate(each.nbytes for each in in_flight)) == 3 * 2 * 100
+
+
+def test_a_disk_reads_and_writes_in_turn_and_keeps_the_host_waiting():
+    disk = Disk("/scratch")
+    timeline = played(4, offload=OffloadPolicy(optimizer=disk), copy=1)
+    assert not spans(timeline, Lane.BACK, "copy")
+    copies = spans(timeline, Lane.COPY, "copy")
+    assert len(copies) == 2 * 4
+    assert all(later[1] >= earlier[2] for earlier, later in pairwise(copies))
+    host = played(4, offload=OffloadPolicy(gradients="host", optimizer=disk), copy=5)
+    assert {end - start for _, start, end in spans(host, Lane.HOST, "optimizer")} == {5}
 
 
 def test_a_step_within_backward_hides_what_the_host_takes():
