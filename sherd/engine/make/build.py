@@ -26,7 +26,7 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError, PolicyError, in_short
-from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.policy import Disk, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
 from sherd.tensor.spmd_types import untyped
@@ -51,11 +51,17 @@ def make_unit(
         PlacementError: a parameter cannot be cut as asked.
         PolicyError: `precision` has a function that returned a dtype which it may not; or `offload` asks for masters of
             parameters that are not bfloat16.
+        ScratchError: `offload` names a disk that cannot be used.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(belongings.borrowed, mesh)
     if offload.masters is not None:
         _require_masters_possible(belongings.owned)
+    for place in (offload.optimizer, offload.masters):
+        if isinstance(place, Disk):
+            from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
+
+            Scratch(place.path).close()
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
