@@ -26,7 +26,7 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError, PolicyError, in_short
-from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, SavedOnHost, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
 from sherd.tensor.spmd_types import untyped
@@ -71,6 +71,8 @@ def make_unit(
         forget_loads(mesh)
     borrow(belongings.borrowed)
     unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
+    if offload.activations == "host":
+        unit.offload_saved(SavedOnHost(pin_memory=offload.pin_memory))
     hooks.install(unit, modules)
     for each in modules:
         unit.attach_to(each)
