@@ -64,7 +64,8 @@ def make_unit(
     # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
     nbytes = sum(each.parameter.numel() * each.parameter.dtype.itemsize for each in belongings.owned)
-    place = RestingPlace.under(policy_of_next(offload, nbytes), mesh.device)
+    offload = policy_of_next(offload, nbytes)
+    place = RestingPlace.under(offload, mesh.device)
     plans = sharding_plans(belongings.owned, streams, request_of, surrounds, precision)
     records = shard(belongings.owned, plans, place)
     if closes:
