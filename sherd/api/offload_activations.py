@@ -26,10 +26,11 @@ def offload_activations(
     does the same for one unit, without a context.
 
     What several operations save of one storage is copied once. Tensors that something else keeps stay, as freeing them
-    would gain nothing: inputs that the program holds, buffers, results of units outside of any forward. Parameters
-    stay, whether sharded or unsharded, and what hooks of others on saved tensors keep. Of what a unit saves nothing is
-    copied before another unit saves something, so a model of one unit gains nothing. A step that is captured as a graph
-    copies nothing. On a CPU mesh the context does nothing: there is no other memory.
+    would gain nothing: inputs that the program holds, buffers. So do parameters, sharded or unsharded; what is saved
+    outside of units' forwards, as by a loss; what hooks of others on saved tensors, or selective checkpointing, keep;
+    and tensors of subclasses other than DTensor. Of what a unit saves nothing is copied before another unit saves
+    something, so a model of one unit gains nothing. A step that is captured as a graph copies nothing. On a CPU mesh
+    the context does nothing: there is no other memory.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
