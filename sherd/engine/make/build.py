@@ -57,11 +57,11 @@ def make_unit(
     owners = owners_of(belongings.borrowed, mesh)
     if offload.masters is not None:
         _require_masters_possible(belongings.owned)
-    for place in (offload.optimizer, offload.masters):
-        if isinstance(place, Disk):
+    for disk in (offload.optimizer, offload.masters):
+        if isinstance(disk, Disk):
             from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
 
-            Scratch(place.path).close()
+            Scratch(disk.path).close()
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
