@@ -120,6 +120,31 @@ def is_same_otherwise(policy: OffloadPolicy, how: str) -> bool:
         return all(torch.equal(one, other) for one, other in pairs)
 
 
+def with_masters(policy: OffloadPolicy) -> list[Tensor]:
+    model = model_of(policy, torch.bfloat16)
+    return stepped(model, optim.AdamW(model.parameters(), lr=1e-2), 4, torch.bfloat16)
+
+
+def is_same_with_masters(policies: list[OffloadPolicy]) -> list[bool]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        near = with_masters(OffloadPolicy(masters="device"))
+        return [all(map(torch.equal, with_masters(policy), near)) for policy in policies]
+
+
+def test_masters_have_the_same_values_wherever_they_rest(sim_world, tmp_path):
+    disk = Disk(str(tmp_path))
+    policies = [
+        OffloadPolicy(masters="host"),
+        OffloadPolicy(masters="host", optimizer="host"),
+        OffloadPolicy(masters=disk, optimizer=disk),
+        OffloadPolicy(masters="host", gradients="host"),
+        OffloadPolicy(masters="host", parameters="host"),
+        OffloadPolicy(masters=disk, optimizer=disk, parameters="host"),
+    ]
+    for values in sim_world(2, pause_us=200, seed=5).run(is_same_with_masters, policies).values:
+        assert values == [True] * len(policies)
+
+
 @pytest.mark.values
 @pytest.mark.parametrize("axis", ["state", "step"])
 @pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients"])
