@@ -1,7 +1,8 @@
 """Lanes, which run collectives during compute, and handoffs, which say when compute may touch a lane's result.
 
 No other file names a stream or an event. There are three lanes, `gather`, `reduce` and `all_reduce`, so that the
-collectives of one step overlap with compute and with one another. A lane returns a `Handoff`, and compute touches the
+collectives of one step overlap with compute and with one another, and where saved tensors are offloaded, one for their
+copies (`copy_lane`). A lane returns a `Handoff`, and compute touches the
 result only after `handoff.wait()`.
 
 On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
@@ -384,6 +385,11 @@ def streams_for(device: torch.device) -> Streams:
     if device not in _by_device:
         _by_device[device] = HostStreams() if device.type in ("cpu", "meta") else DeviceStreams(device)
     return _by_device[device]
+
+
+def copy_lane(device: torch.device) -> CommStream:
+    """Returns a lane of its own on an accelerator, for copies from and to the host. No rank waits in it for another."""
+    return _StreamLane(device, 0, _Notes())
 
 
 @contextmanager

@@ -157,6 +157,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         surrounds=unit.surrounds,
         ignored=ignored,
     )
+    new.backward.offload_saved(unit.backward.offload)
     memo[id(unit)] = new
     constructions[new] = Construction(constructions[unit].request_of)
     hooks.install(new, modules)
