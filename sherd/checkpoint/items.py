@@ -192,9 +192,10 @@ class OptimizerItem(Item):
         return Catalog(*self._modules)
 
     def needs_comparison(self) -> bool:
-        units = [unit for module in self._modules for unit in Unit.below(module)]
-        for device in {unit.mesh.device for unit in units if unit.place.brings_state} - {torch.device("cpu")}:
-            torch.accelerator.synchronize(device)  # state may still be on its way to where it rests
+        if torch.accelerator.is_available():
+            units = [unit for module in self._modules for unit in Unit.below(module)]
+            for device in {unit.mesh.device for unit in units if unit.place.brings_state} - {torch.device("cpu")}:
+                torch.accelerator.synchronize(device)  # state may still be on its way to where it rests
         return needs_comparison(self._catalog, self._optimizer)
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:

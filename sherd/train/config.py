@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import InputError, did_you_mean
-from sherd.tools.simulate.settings import setting
+from sherd.tools.simulate.settings import offload_policy, setting
 from sherd.tools.simulate.values import Kind, above, at_least, limited, one_of, parsed_toml
 
-__all__ = ["Config", "InputError", "assigned", "describe", "page", "read_tree", "toml"]
+__all__ = ["Config", "InputError", "assigned", "describe", "offload_policy", "page", "read_tree", "toml"]
 
 NO_HF_CONFIG = "hf = {!r} is no file; give the path of a Hugging Face config.json"
 MOST = 8  # samples; more of them take memory, and are hardly faster
@@ -106,14 +106,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.cuda_graph and self.offload != "nothing":
-            said = (
-                f"cuda_graph = true cannot hold offload = {self.offload!r}, for which the host may wait; leave out one"
-            )
-            raise InputError(said)
+            raise InputError("cuda_graph = true cannot hold offload, for which the host may wait; leave out one")
         if self.offload.startswith("masters"):
-            raise InputError(
-                f"offload = {self.offload!r} is for bfloat16 weights, and those of sherd train stay float32; set state"
-            )
+            raise InputError("offload = masters is for bfloat16 weights, and those here stay float32; set state")
         if self.hf:
             return
         if self.tied and self.wrapping == "ends":

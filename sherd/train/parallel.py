@@ -24,8 +24,7 @@ from sherd import CommPolicy, Flat, MixedPrecisionPolicy, Owned, SherdError, aut
 from sherd.api.auto_shard import described, shard_units
 from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
-from sherd.tools.simulate.settings import offload_policy
-from sherd.train.config import Config, InputError
+from sherd.train.config import Config, InputError, offload_policy
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder, Head, HuggingFace
 

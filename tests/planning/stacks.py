@@ -6,7 +6,7 @@ from sherd.policy import OffloadPolicy
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
 from sherd.tools.simulate.costs import ClusterCosts
-from sherd.tools.simulate.sharded import Chunk, Optimizer, Sharded, SimulatedUnit, Traffic
+from sherd.tools.simulate.sharded import Optimizer, Sharded, SimulatedUnit, SteppedPart, Traffic
 from sherd.tools.simulate.work import (
     Allocate,
     BackwardBegins,
@@ -60,7 +60,7 @@ def sharded_stack(
     blocks = tuple(
         SimulatedUnit(
             *(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,)),
-            spans=(Chunk(SHARD // 4, SHARD),),
+            spans=(SteppedPart(SHARD // 4, SHARD),),
             nbytes=WEIGHT,
         )
         for number in range(num_blocks)

@@ -60,7 +60,7 @@ WRONG = [
     ({"width": 6, "heads": 2}, "width = 6 does not split into heads = 2"),
     ({"heads": 2, "kv_heads": 4}, "kv_heads = 4 does not divide heads = 2"),
     ({"wrapping": "ends"}, "wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied"),
-    ({"cuda_graph": True, "offload": True}, "cuda_graph = true cannot hold offload = 'everything', for which"),
+    ({"cuda_graph": True, "offload": True}, "cuda_graph = true cannot hold offload, for which the host may wait"),
     (
         {"offload": "half"},
         "offload = 'half' is out of its limits; it must be one of nothing, state, masters, step, every",
@@ -69,7 +69,7 @@ WRONG = [
     ({"offload": 1}, "offload = 1 has the wrong type; it must be a string"),
     (
         {"offload": "masters:0.5"},
-        "offload = 'masters:0.5' is for bfloat16 weights, and those of sherd train stay float32",
+        "offload = masters is for bfloat16 weights, and those here stay float32; set state",
     ),
 ]
 

@@ -18,7 +18,7 @@ from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
 from sherd.tools.plan.operations import group_of
-from sherd.tools.simulate.sharded import Chunk, Optimizer, Sharded, Traffic
+from sherd.tools.simulate.sharded import Optimizer, Sharded, SteppedPart, Traffic
 from sherd.tools.simulate.sharded import SimulatedUnit as PlayedUnit
 from sherd.tools.simulate.work import Work
 from sherd.wrap.names import plain_name
@@ -93,7 +93,7 @@ def _played(
         ),
         tuple(record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize for record in own),
         tuple(
-            Chunk(each.shard_numel, sum(_stepped_bytes(of.parameter, each) for of in each.optimizer_params))
+            SteppedPart(each.shard_numel, sum(_stepped_bytes(of.parameter, each) for of in each.optimizer_params))
             for each in groups
         ),
         sum(parameter.shape.numel() * parameter.dtype.itemsize for parameter in unit.parameters),

@@ -28,7 +28,7 @@ from sherd.schedule.state import Keep
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
-from sherd.tools.simulate.sharded import IN_FLIGHT, OF_MASTERS, SPLITTING, Chunk, Sharded, SimulatedUnit
+from sherd.tools.simulate.sharded import IN_FLIGHT, OF_MASTERS, SPLITTING, Sharded, SimulatedUnit
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 
@@ -231,9 +231,7 @@ class _Player:
         self._has_stepped = self._is_followed = True
         self._step_on_host(units)
         self._step_matrices()
-        self._step_in_chunks(
-            [(number, each) for number, unit in enumerate(units) if unit.is_chunked for each in unit.chunks()]
-        )
+        self._step_in_chunks(units)
         near = [unit for unit in units if not (unit.steps_on_host or unit.is_chunked)]
         temporary = optimizer.temporary_bytes(near)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
@@ -256,47 +254,41 @@ class _Player:
             landed = self._landed[number] if self._steps_in_backward else max(self._landed)
             self._stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
 
-    def _step_in_chunks(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+    def _step_in_chunks(self, units: Sequence[SimulatedUnit]) -> None:
         """Step on the device what comes for it and goes, as sherd/optim/chunks.py does."""
-        optimizer, clock = self._sharded.optimizer, self.clock
+        optimizer, clock, costs = self._sharded.optimizer, self.clock, self._costs
+        chunks = [(at, each) for at, unit in enumerate(units) if unit.is_chunked for each in unit.chunks()]
+        near = [optimizer.near_bytes(chunk, units[unit].offload) for unit, chunk in chunks]
+        disk = [isinstance(units[unit].offload.state_place, Disk) for unit, _ in chunks]
         came: list[float] = []
         gone: list[float] = []
 
-        def near(at: int) -> tuple[int, int, bool]:
-            number, chunk = chunks[at]
-            policy = self._sharded.units[number].offload
-            return number, optimizer.near_bytes(chunk, policy), isinstance(policy.state_place, Disk)
-
-        def drop(at: int) -> None:
-            number, nbytes, _ = near(at)
-            self._come(MemoryKind.IN_FLIGHT.value, number, -nbytes)
+        def drop(at: int) -> float:
+            self._come(MemoryKind.IN_FLIGHT.value, chunks[at][0], -near[at])
+            return gone[at]
 
         def fetch(at: int) -> None:
             if at < len(chunks):
-                number, nbytes, on_disk = near(at)
-                if at >= IN_FLIGHT:
-                    drop(at - IN_FLIGHT)
-                self._come(MemoryKind.IN_FLIGHT.value, number, nbytes)
-                seconds, free = self._costs.from_host(nbytes, on_disk), gone[at - IN_FLIGHT] if at >= IN_FLIGHT else 0.0
-                came.append(clock.start(Lane.COPY, "copy", number, seconds if nbytes else 0.0, nbytes, after=free))
+                unit, free = chunks[at][0], drop(at - IN_FLIGHT) if at >= IN_FLIGHT else 0.0
+                self._come(MemoryKind.IN_FLIGHT.value, unit, near[at])
+                seconds = costs.from_host(near[at], disk[at]) if near[at] else 0.0
+                came.append(clock.start(Lane.COPY, "copy", unit, seconds, near[at], after=free))
 
         clock.follow_compute(Lane.COPY)
         for at in range(IN_FLIGHT - 1):
             fetch(at)
-        for at, (number, chunk) in enumerate(chunks):
-            _, nbytes, on_disk = near(at)
+        for at, (unit, chunk) in enumerate(chunks):
             touched, temporary = optimizer.accesses * chunk.nbytes, optimizer.temporaries * chunk.nbytes
-            if self._sharded.units[number].offload.masters is not None:
+            if units[unit].offload.masters is not None:
                 touched += OF_MASTERS * chunk.numel
                 temporary = chunk.nbytes + max(temporary, SPLITTING * chunk.numel)
-            clock.wait(Lane.COPY, number, came[at])
-            self._come(OPTIMIZER_TEMPORARY, number, temporary)
-            clock.compute("optimizer", number, self._costs.optimizer(touched, optimizer.accesses, False))
-            self._come(OPTIMIZER_TEMPORARY, number, -temporary)
-            # A disk reads and writes in turn.
-            seconds = self._costs.to_host(nbytes, on_disk) if nbytes else 0.0
-            lane = Lane.COPY if on_disk else Lane.BACK
-            gone.append(clock.start(lane, "copy", number, seconds, nbytes, after=clock.now))
+            clock.wait(Lane.COPY, unit, came[at])
+            self._come(OPTIMIZER_TEMPORARY, unit, temporary)
+            clock.compute("optimizer", unit, costs.optimizer(touched, optimizer.accesses, False))
+            self._come(OPTIMIZER_TEMPORARY, unit, -temporary)
+            seconds = costs.to_host(near[at], disk[at]) if near[at] else 0.0
+            lane = Lane.COPY if disk[at] else Lane.BACK  # a disk reads and writes in turn
+            gone.append(clock.start(lane, "copy", unit, seconds, near[at], after=clock.now))
             fetch(at + IN_FLIGHT - 1)
         for at in range(max(0, len(chunks) - IN_FLIGHT), len(chunks)):
             drop(at)

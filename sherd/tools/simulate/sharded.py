@@ -39,7 +39,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SteppedPart:
     """A part of a step: its elements, and the bytes that the optimizer steps of them."""
 
     numel: int
@@ -50,10 +50,10 @@ class Chunk:
         """The bytes of low bits and of carries."""
         return 2 * self.numel, -(-self.numel // 8)
 
-    def parts(self) -> Iterator[Chunk]:
+    def parts(self) -> Iterator[SteppedPart]:
         for start in range(0, self.numel, CHUNK_NUMEL):
             numel = min(CHUNK_NUMEL, self.numel - start)
-            yield Chunk(numel, self.nbytes * numel // self.numel)
+            yield SteppedPart(numel, self.nbytes * numel // self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SimulatedUnit:
     traffic: tuple[Traffic, ...]
     stepped: tuple[int, ...]
     matrices: tuple[int, ...] = ()
-    spans: tuple[Chunk, ...] = ()
+    spans: tuple[SteppedPart, ...] = ()
     nbytes: int = 0
     offload: OffloadPolicy = OffloadPolicy()
 
@@ -97,7 +97,7 @@ class SimulatedUnit:
         """True if the device steps the unit in chunks."""
         return not self.steps_on_host and (self.offload.state_place != "device" or self.offload.masters is not None)
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[SteppedPart]:
         """Yields the parts of the unit that are stepped one after another."""
         return (part for each in self.spans for part in each.parts())
 
@@ -145,7 +145,7 @@ class Optimizer:
             yield from (self.scalars, *[nbytes] * self.states)
         yield from unit.matrices  # the momentum
 
-    def near_bytes(self, chunk: Chunk, policy: OffloadPolicy) -> int:
+    def near_bytes(self, chunk: SteppedPart, policy: OffloadPolicy) -> int:
         """Returns the bytes of state and masters that come to the step of `chunk`."""
         brings_masters = policy.masters not in (None, policy.step_place)
         state = self.states * chunk.nbytes if policy.state_place != policy.step_place else 0
