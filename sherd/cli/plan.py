@@ -289,6 +289,8 @@ def _as_json(made: Plan, tokens: float | None) -> dict[str, Any]:
         "limit_bytes": made.limit,
         "host_bytes": prediction.outcome.host_bytes,
         "host_limit_bytes": made.room.host,
+        "host_bytes_of_rank": dict(prediction.in_host),
+        "disk_bytes_of_rank": prediction.on_disk,
         "sent_bytes": prediction.sent,
         "cost_per_million_tokens": prediction.cost_per_million_tokens,
         "cost_per_million_samples": prediction.cost_per_million_samples,

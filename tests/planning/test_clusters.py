@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,11 @@ def test_operations_that_were_timed_read_as_they_were_written(tmp_path):
         for one, other in zip(again.device.timed[name], points, strict=True):
             assert (one.flops, one.nbytes, one.depth) == (other.flops, other.nbytes, other.depth)
             assert one.seconds == pytest.approx(other.seconds)
+    links = {"from_host": Link(1e-5, 5e10), "disk": Link(1e-4, 3e9)}
+    cluster = replace(cluster, **links, host_bandwidth=4e10, one_memory=True)
+    again = read(tmp_path, cluster_toml(cluster))
+    assert texts_of(again) == texts_of(cluster)
+    assert again.one_memory
     assert (again.optimizer.latency, again.optimizer.bandwidth) == (pytest.approx(75e-6), pytest.approx(26.6e9))
 
 
@@ -137,7 +143,7 @@ WRONG_OPERATIONS = (
 )
 
 
-def test_a_timed_operation_that_is_wrong_and_half_an_optimizer_are_told_in_one_line(tmp_path):
+def test_a_timed_operation_that_is_wrong_and_half_a_link_are_told_in_one_line(tmp_path):
     text = H100 + "\n[device.timed.mm]\n{} = {}\n"
     for value in WRONG_OPERATIONS:
         assert "device.timed.mm.float32" in complaint(tmp_path, text.format("float32", value)), value
@@ -145,9 +151,10 @@ def test_a_timed_operation_that_is_wrong_and_half_an_optimizer_are_told_in_one_l
     assert "unknown field 'device.timed.mm.float99'" in complaint(tmp_path, text.format("float99", good))
     for dtype in ("float32", "bool", "int64", "float8_e4m3fn"):
         assert {*read(tmp_path, text.format(dtype, good)).device.timed} == {f"mm.{dtype}"}
-    for left, missing in (('latency = "1 us"', "bandwidth"), ('bandwidth = "1 GB/s"', "latency")):
-        said = complaint(tmp_path, f"{H100}\n[optimizer]\n{left}\n")
-        assert f"optimizer.{missing} is missing; expected" in said
+    halves = (('latency = "1 us"', "bandwidth"), ('bandwidth = "1 GB/s"', "latency"))
+    for link, (left, missing) in product(("optimizer", "from_host", "disk"), halves):
+        said = complaint(tmp_path, f"{H100}\n[{link}]\n{left}\n")
+        assert f"{link}.{missing} is missing; expected" in said
 
 
 # What is wrong

@@ -113,8 +113,8 @@ def _policy_of(unit: Unit) -> OffloadPolicy:
     if place.is_elsewhere:
         kept: Place = "device" if place.keeps_copies else "host"
         return OffloadPolicy(parameters=kept, gradients="host", optimizer=place.state, masters=place.masters)
-    masters: Place | None = None if place.masters is None or unit.mesh.device.type != "cpu" else "device"
-    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters or place.masters)
+    masters = "device" if place.masters == "host" and unit.mesh.device.type == "cpu" else place.masters
+    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters)
 
 
 def _arriving(names: Mapping[int, str], sizes: GroupSizes, group: Group, widened: Mapping[str, int]) -> GroupSizes:
