@@ -189,6 +189,8 @@ class Stepper:
         with local.lent_to(optimizer):
             if in_chunks and self._chunks:
                 self._last_copy = step_chunks(self._chunks, self._device, partial(self._step_lists, optimizer))
+                for group in (group for _, groups in self._buffers for group in groups):
+                    group.arrive_by(self._last_copy)
             else:
                 with self._forms(optimizer, local.parts):
                     self._plain_step(optimizer)

@@ -57,4 +57,6 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
             results.append(step(*args, **kwargs))
 
     _copies[optimizer] = step_chunks([chunk], groups[0].device, run)
+    for group in groups:
+        group.arrive_by(_copies[optimizer])
     return results[0]

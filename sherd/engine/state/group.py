@@ -35,7 +35,7 @@ from sherd._torch import (
     swap_devices,
 )
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams
+from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
@@ -412,7 +412,8 @@ class Group:
         if precision.keep_low_precision_grads:
             # As in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
             self.grad_dtype = self.reduce_dtype if self.is_one_piece else self.compute_dtype
-        has_masters = place.masters is not None and key.trainable and self.dtype is torch.bfloat16
+        is_mastered = key.trainable or any(each.masters for each in self.parameters)
+        has_masters = place.masters is not None and is_mastered and self.dtype is torch.bfloat16
         if has_masters and not key.grad_dtype:
             self.grad_dtype = torch.float32
         self.arriving = _arriving(key, self.reduce_dtype, asked is None)
@@ -438,6 +439,8 @@ class Group:
             for parameter in (each.parameter for each in self.optimizer_params):
                 set_grad_dtype(parameter, None if key.grad_dtype == (None,) else self.grad_dtype)
         self.masters = self._make_masters() if has_masters else None
+        for record in self.parameters if self.masters is None else ():
+            record.masters = None  # `module.to()` has given it another dtype
         # Last, because it remembers the memory that the lines above have given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
@@ -445,17 +448,13 @@ class Group:
         """Returns masters with the values that the parameters' masters had in another group."""
         from sherd.engine.state.masters import Masters  # seldom needed, so loaded late: tests/test_storeys.py
 
+        held = list(zip(self.parameters, (slot.held(self.mesh.piece) for slot in self.packing.slots), strict=True))
         low = self.place.belonging(self.place.masters, self.shard_buffer, self.shard_numel, torch.int16)
-        masters = Masters(self.shard_buffer, [(each.parameter, each.extent) for each in self.optimizer_params], low)
-        held = [slot.held(self.mesh.piece) for slot in self.packing.slots]
-        if any(record.masters for record in self.parameters):
-            values = self.shard_buffer.float()
-            for record, own in zip(self.parameters, held, strict=True):
-                if record.masters is not None:
-                    before, extent = record.masters
-                    values[own.start : own.stop] = before.full()[extent.start : extent.stop]
-            masters.put(values)
-        for record, own in zip(self.parameters, held, strict=True):
+        masters = Masters(self.shard_buffer, held, low)
+        for record, own in held:
+            if record.masters is not None and not self.shard_buffer.is_meta:
+                before, extent = record.masters
+                masters.put(own, before.of_weights(extent, self.shard_buffer[own.start : own.stop]))
             record.masters = masters, own
         return masters
 
@@ -483,6 +482,11 @@ class Group:
     def is_brought(self) -> bool:
         """True if something of the group comes from elsewhere for its optimizer step."""
         return self.place.brings_state or self.masters is not None
+
+    def arrive_by(self, copies: Handoff) -> None:
+        """Note the copies by which low bits of a step come to where they rest."""
+        if self.masters is not None:
+            self.masters.arrive_by(copies)
 
     @property
     def is_flat(self) -> bool:
