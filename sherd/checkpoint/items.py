@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec
+from sherd._torch import DTensorSpec, spec_of
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
 from sherd.checkpoint.loading import Awaited, to_load
@@ -29,6 +29,7 @@ from sherd.engine import watcher
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
+from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, Stateful, StateKind, state_kind
 from sherd.tensor.structures import map_tensors
@@ -160,7 +161,7 @@ class ModuleItem(Item):
         for module in self._tensors:
             module.require_at_rest(call)
             for name, tensor in module.saved.items():
-                tensors.keep(self._named(name), tensor)
+                tensors.keep(self._named(name), tensor, module.records.get(name))
         return tensors
 
     @torch.no_grad()
@@ -168,8 +169,15 @@ class ModuleItem(Item):
         """Fill parameters and buffers in place."""
         for module in self._tensors:
             module.before_writing()
-        for name, tensor in self._add_own(Tensors(), "sherd.load").items():
-            if source.manifest.entry(name) is not None:
+        own = self._add_own(Tensors(), "sherd.load")
+        for name, tensor in own.items():
+            if source.manifest.entry(name) is None:
+                continue
+            if record := own.masters.get(name):
+                tensor = around(torch.empty_like(record.local, dtype=torch.float32), spec_of(record.shard))
+                fill(source, name, tensor, most_bytes)
+                record.put_masters(local_part(tensor))
+            else:
                 fill(source, name, tensor, most_bytes)
         for module in self._tensors:
             module.after_writing()

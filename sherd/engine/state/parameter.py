@@ -33,6 +33,7 @@ from sherd._torch import (
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.compared import Compared
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
+from sherd.layout.extent import Extent
 from sherd.layout.placement import Cut
 from sherd.layout.runs import whole_on
 from sherd.tensor.gather import part_given, shard_of
@@ -43,7 +44,6 @@ from sherd.tensor.tensor_parallel import own_spec
 
 if TYPE_CHECKING:
     from sherd.engine.state.masters import Masters
-    from sherd.layout.extent import Extent
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """The record of each tensor, by the tensor's id, and a reference to the tensor where the record does not hold it.
@@ -373,6 +373,22 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
         return local_tensor(as_sharded(self.shard))
+
+    def masters_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the masters of a part of the shard, float32. `part` is the view of a tensor like `local` on meta."""
+        masters, own = self._own_masters
+        held = Extent(own.start + int(part.storage_offset()), part.numel())
+        return masters.part(held).view(part.shape)
+
+    def put_masters(self, local: torch.Tensor) -> None:
+        """Make `local`, float32 in the shape of the shard, the masters, and the shard these rounded."""
+        masters, own = self._own_masters
+        masters.put(own, local.reshape(-1))
+
+    @property
+    def _own_masters(self) -> tuple[Masters, Extent]:
+        assert self.masters is not None, "a caller looks whether there are masters"
+        return self.masters
 
     @property
     def gradient_cut(self) -> Cut:
