@@ -90,8 +90,8 @@ def _backend_of_a_group(options: Any, _: object) -> Any:
 def imagine_ranks(num_ranks: int, rank: int = 0) -> None:
     """Make the default group one of `num_ranks` ranks of which only this process is there, as `rank`.
 
-    Collectives on the device take their time on the clock and move nothing, as those of torch's "fake" backend, which
-    answers for the CPU.
+    Collectives on the device take their time on the clock. As with torch's "fake" backend, which answers for the CPU,
+    what is gathered is this rank's own, once for each rank, and other results stay what they were.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -133,6 +133,8 @@ def configure(
         ranks_per_node: how many ranks share a node; None: as many as the machine has.
         compute: false: no kernel, copy or collective runs, and memory is reserved but not touched, so a model may be
             larger than this machine. Values are garbage and `item()` is 0; times, bytes, races and host waits are not.
+            Integers of up to 1 MiB keep what copies and gathers bring; new ones are 0, and kernels leave them as they
+            are.
 
     """
     figures = {} if machine is None else record(machine)

@@ -46,6 +46,7 @@ OURS = {
     "CaptureReport",
     "CommPolicy",
     "DTensorExtensions",
+    "Disk",
     "Ema",
     "EquivalenceReport",
     "FSDPExtensions",
@@ -116,6 +117,7 @@ OF_THE_WRAPPER = {
 }
 
 # Parameters that sherd adds, all optional.
+AXES_OF_OFFLOAD = {"parameters", "gradients", "optimizer", "masters", "activations", "share"}
 EXTRA = {
     "FullyShardedDataParallel": {"comm_policy", "extensions", "on_touch", "unmanaged"},
     "fully_shard": {
@@ -134,6 +136,8 @@ EXTRA = {
         *NEWER["MixedPrecisionPolicy"],
     },
     "ShardedStateDictConfig": {"form"},
+    "CPUOffloadPolicy": AXES_OF_OFFLOAD,
+    "OffloadPolicy": {*AXES_OF_OFFLOAD, "pin_memory"},
 }
 # Not made by users: one comes with a class for its methods, the other from `unshard`.
 MADE_BY_US = {"FSDPModule", "FlatParameter", "GradientReductionHandle", "UnshardHandle"}

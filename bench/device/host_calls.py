@@ -4,8 +4,8 @@
 
 Each step is taken again on the simulated device, over the same fake group, and its Python calls, launches and events
 are counted. In one case two systems differ in these alone, so each system and FSDP2 are a pair that tells what a call
-takes, and the median of the pairs is the answer. FSDP1 is left out, whose host waits for the device in a loop, and so
-are cases where a CPU steps or torch compiles.
+takes, and the median of the pairs is the answer, as far as their spread allows one. FSDP1 is left out, whose host waits
+for the device in a loop, and so are cases where a CPU steps or torch compiles.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ A tensor with dimensions is among the checkpoint's tensors, under the name given
 from __future__ import annotations
 
 import base64
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.files import Opened
+from sherd.tensor.host_memory import memory_of
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
 
@@ -82,15 +82,6 @@ def require_bytes(tensor: torch.Tensor, name: str) -> None:
             "which checkpoints do not hold; save or load the plain tensors in it, or what it stands for as a plain "
             "tensor (torchao's tensors have dequantize())"
         )
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is contiguous and on the host"
-    # Not by numpy, which torch works without, and which has no bfloat16 or float8.
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.of = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
 
 
 def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 import torch
 from torch import nn
 
-from sherd.checkpoint.encoding import CHUNK_BYTES, Json, Part, Tensors, chunks_of, dtype_name, encoded, memory_of
+from sherd.checkpoint.encoding import CHUNK_BYTES, Json, Part, Tensors, chunks_of, dtype_name, encoded
 from sherd.checkpoint.items import Item, numbers_of
 from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
@@ -27,6 +27,7 @@ from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, faults, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
+from sherd.tensor.host_memory import memory_of
 
 PER_RANK = "per_rank"
 """The key of the ranks' own values in a manifest, by rank."""

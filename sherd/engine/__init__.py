@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from sherd.engine.state.ownership import DiscoveredParameter as DiscoveredParameter
     from sherd.engine.state.ownership import ParameterOwnership as ParameterOwnership
     from sherd.engine.state.parameter import ShardedParameter as ShardedParameter
-    from sherd.engine.state.parameter import as_sharded as as_sharded
 
 _HOMES = {
     "ParameterOwnership": "state.ownership",
@@ -45,7 +44,6 @@ _HOMES = {
     "Unit": "run.unit",
     "UnshardedCopies": "between.unsharded",
     "adopt_changes": "make.adoption",
-    "as_sharded": "state.parameter",
     "deep_copied": "make.copying",
     "make_unit": "make.build",
     "met_a_shard": "run.sharded_access",

@@ -149,7 +149,7 @@ class WrapperArguments:
 
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     sharding_strategy: ShardingStrategy | Placements | None = None
-    cpu_offload: CPUOffload | None = None
+    cpu_offload: CPUOffload | OffloadPolicy | None = None
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     mixed_precision: MixedPrecision | None = None
     device_id: int | str | torch.device | None = None
@@ -259,6 +259,8 @@ class WrapperArguments:
 
     @property
     def offload(self) -> OffloadPolicy:
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            return self.cpu_offload
         offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
         return CPUOffloadPolicy() if offloads else OffloadPolicy()
 

@@ -46,7 +46,7 @@ from sherd.fsdp1.arguments import (
 )
 from sherd.fsdp1.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
 from sherd.fsdp1.wrapper_state import WrapperState, before_forward, find_state
-from sherd.policy import CommPolicy, OnTouch, Unmanaged
+from sherd.policy import CommPolicy, OffloadPolicy, OnTouch, Unmanaged
 from sherd.requirements import as_own
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.names import WRAPPED, plain_name, wrapped_by
@@ -66,7 +66,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             copies. None: all ranks.
         sharding_strategy: which tensors are sharded, and when unsharded parameters are freed; None: `FULL_SHARD`.
             Beyond torch: `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
-        cpu_offload: keep shards, gradients and optimizer state in host memory.
+        cpu_offload: keep shards, gradients and optimizer state in host memory. Beyond torch: an `OffloadPolicy`, which
+            names a place for each.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
         mixed_precision: dtypes of compute, of reduction and of buffers.
@@ -99,7 +100,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         module: nn.Module,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         sharding_strategy: ShardingStrategy | Placements | None = None,
-        cpu_offload: CPUOffload | None = None,
+        cpu_offload: CPUOffload | OffloadPolicy | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,

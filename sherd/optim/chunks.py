@@ -21,9 +21,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import new_dtensor, replace_class, spec_of, swap_devices
+from sherd.comm.agreement import gathered_along, groups_of
 from sherd.comm.streams import Handoff, streams_for
-from sherd.engine import Group, as_sharded
+from sherd.engine import Group
+from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
+from sherd.optim.on_disk import Staged, vectors_on
+from sherd.policy import Disk
 from sherd.tensor.local_step import LocalStep, SteppedSpan
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
@@ -31,7 +35,7 @@ from sherd.tensor.sharded import rest_on
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
-    from sherd.engine.state.fetching import RestingPlace
+    from sherd.engine.state.masters import Masters
 
 IN_FLIGHT = 3
 """One chunk that comes, one that is stepped, one that goes."""
@@ -54,6 +58,9 @@ class Chunk(ABC):
     def begin(self) -> None:  # noqa: B027  # most have nothing to note
         """Note the state before the step."""
 
+    def read(self) -> None:  # noqa: B027  # few have anything on a disk
+        """Begin to read what rests on a disk."""
+
     @abstractmethod
     def fetch(self, async_op: bool) -> None:
         """Bring what rests elsewhere, on the current stream."""
@@ -66,22 +73,55 @@ class Chunk(ABC):
     def store(self, async_op: bool) -> None:
         """Take back to where it rests what the step has left, on the current stream."""
 
+    def write(self, gone: Handoff) -> None:  # noqa: B027
+        """Begin to write what rests on a disk, once `gone` says that it is in host memory."""
+
     @abstractmethod
     def drop(self, gone: Handoff) -> None:
         """Free what was brought. `gone`: it is back."""
 
 
-def step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Handoff:
+def step_chunks(chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_moments: int = 0) -> Handoff | None:
     """Step the chunks in order, each while the next one comes and the one before goes back.
 
     Args:
-        chunks: at least one.
-        device: the one that computes.
+        chunks: none on a rank that has nothing of the groups.
+        groups: those of which something comes, on all ranks.
         run: steps lists with their state.
+        num_moments: how many vectors of state the step is about to make for each shard buffer.
 
     Returns:
-        The handoff of the last copy back.
+        The handoff of the last copy back; None if there was none. What rests on a disk is there.
+
+    Raises:
+        ScratchError: on all ranks, if a disk of one has failed.
     """
+    device = groups[0].device
+    places = [place for group in groups for place in (group.place.state, group.place.masters)]
+    disks = {place.path: place for place in places if isinstance(place, Disk)}
+    if not disks:
+        return _step_chunks(chunks, device, run)
+    last, failure = None, None
+    try:
+        for path, each in disks.items() if num_moments else ():
+            of_disk = [group for group in groups if group.place.state == Disk(path)]
+            sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
+            vectors_on(each).require(num_moments * sum(sizes))
+        last = _step_chunks(chunks, device, run)
+        for each in disks.values():
+            vectors_on(each).settle()
+    except ScratchError as error:
+        failure = error
+    axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh))
+    for said in gathered_along(axes, failure and failure.args[0], "optimizer state on disks"):
+        if said is not None:
+            raise ScratchError(said) from failure
+    return last
+
+
+def _step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Handoff | None:
+    if not chunks:
+        return None
     come, go = streams_for(device).all_reduce, streams_for(device).reduce
     came: list[Handoff] = []
     gone: list[Handoff] = []
@@ -98,15 +138,22 @@ def step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Hand
 
     for chunk in chunks:
         chunk.begin()
+    for chunk in chunks[: IN_FLIGHT - 1]:
+        chunk.read()
     come.follow_compute()
     for number in range(IN_FLIGHT - 1):
         fetch(number)
     for number, chunk in enumerate(chunks):
+        for ahead in chunks[number + IN_FLIGHT - 1 : number + IN_FLIGHT]:
+            ahead.read()
         came[number].wait()
         chunk.step(run)
         go.follow_compute()
         gone.append(go.run(chunk.store))
+        if number:
+            chunks[number - 1].write(gone[number - 1])
         fetch(number + IN_FLIGHT - 1)
+    chunks[-1].write(gone[-1])
     for number in range(max(0, len(chunks) - IN_FLIGHT), len(chunks)):
         drop(number)
     return come.run(lambda async_op: None, gone[-1])
@@ -124,18 +171,22 @@ def _around(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return new_dtensor(type(like), local, spec_of(like)) if isinstance(like, DTensor) else local
 
 
-def _far(value: Any, before: Any, place: RestingPlace | None) -> Any:
-    """Returns a tensor of state where it rests: in `before`, if that is fit, else in a new one. None: where it is."""
-    if place is None or not _is_vector(value):
+def _far(value: Any, before: Any, group: Group) -> Any:
+    """Returns a tensor of state where it rests: `before`, with its values, if that is fit, else a new one."""
+    if not _is_vector(value):
         return value
-    local = local_part(value)
+    local, place, pinned = local_part(value), group.place.state, group.place.pinned
+    disk = vectors_on(place) if isinstance(place, Disk) else None
     if isinstance(before, torch.Tensor):
         far = local_part(before)
         is_fit = (far.shape, far.dtype, far.device.type) == (local.shape, local.dtype, "cpu")
-        if is_fit and (far.is_pinned() or not place.pinned):
+        if is_fit and (disk.has(far) if disk is not None else far.is_pinned() or not pinned):
             far.copy_(local, non_blocking=True)
             return before
-    far = torch.empty_like(local, device="cpu", pin_memory=place.pinned)
+    if disk is not None:
+        far = disk.empty(f"state of {group.name}", local.numel(), local.dtype).view(local.shape)
+    else:
+        far = torch.empty_like(local, device="cpu", pin_memory=pinned)
     return _around(far.copy_(local, non_blocking=True), value)
 
 
@@ -152,51 +203,102 @@ class SpanState:
     def __init__(self, span: SteppedSpan, group: Group, states: States) -> None:
         self.span, self._group, self._states = span, group, states
         self._before: State = {}
+        place = group.place.state
+        self._disk = vectors_on(place) if isinstance(place, Disk) else None
+        self._staged: dict[tuple[int, str], Staged] = {}
+        self._to_write: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self) -> None:
         """Note the state before the step. What was loaded goes to where it rests."""
         state = self._states.get(self.span.flat, {})
         for key, value in state.items():
             if _is_vector(value) and not self._is_in_place(value):
-                state[key] = self._empty(value).copy_(value)
+                state[key] = self._empty(key, value).copy_(value)
         # Parts of a span are stepped one after another, each with its own count of steps.
         self._before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
+        self._staged.clear()
+        self._to_write.clear()
+
+    def read(self, start: int, stop: int) -> None:
+        """Begin to read the state of a part of the span."""
+        pinned = self._group.place.pinned and self._group.shard_buffer.device.type != "cpu"
+        for key, value in self._before.items() if self._disk is not None else ():
+            if self._disk is not None and _is_vector(value):
+                self._staged[start, key] = self._disk.read(value, start, stop, pinned)
 
     def near(self, start: int, stop: int) -> State:
         """Returns the state of a part of the span where the step is."""
-        device = self._group.shard_buffer.device
-        return {
-            key: _near(value[start:stop], device) if _is_vector(value) else copy_of(value)
-            for key, value in self._before.items()
-        }
+        return {key: self._near(start, stop, key, value) for key, value in self._before.items()}
+
+    def _near(self, start: int, stop: int, key: str, value: Any) -> Any:
+        if not _is_vector(value):
+            return copy_of(value)
+        staged = self._staged.get((start, key))
+        return _near(value[start:stop] if staged is None else staged.wait(), self._group.shard_buffer.device)
 
     def put(self, start: int, state: State) -> None:
         """Keep the `state` that a step has left of the part from `start` on."""
         kept = self._states[self.span.flat]
         for key, value in state.items():
             own = kept.get(key)
-            if _is_vector(value):
-                if own is None:
-                    own = kept[key] = self._empty(value)
+            if not _is_vector(value):
+                if isinstance(own, torch.Tensor):
+                    own.copy_(value)
+                else:
+                    kept[key] = value
+                continue
+            if own is None:
+                own = kept[key] = self._empty(key, value)
+            if self._disk is None:
                 part = own[start : start + len(value)]
-                if part.data_ptr() != value.data_ptr():
-                    part.copy_(value, non_blocking=True)
-            elif isinstance(own, torch.Tensor):
-                own.copy_(value)
+            elif (start, key) in self._staged:
+                part = self._to_write[start, key] = self._staged.pop((start, key)).buffer
             else:
-                kept[key] = value
+                part = self._to_write[start, key] = torch.empty_like(value, device="cpu")
+            if part.data_ptr() != value.data_ptr():
+                part.copy_(value, non_blocking=True)
+
+    def write(self, start: int) -> None:
+        """Begin to write what the step has left of the part from `start` on."""
+        for key in [key for at, key in self._to_write if at == start]:
+            assert self._disk is not None
+            self._disk.write(self._states[self.span.flat][key], start, self._to_write.pop((start, key)))
 
     def _is_in_place(self, value: torch.Tensor) -> bool:
         place = self._group.place
+        if self._disk is not None:
+            return self._disk.has(value)
         if not place.brings_state:
             return value.device == self._group.shard_buffer.device
         return value.device.type == "cpu" and (value.is_pinned() or not place.pinned)
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        place = self._group.place
-        device = torch.device("cpu") if place.brings_state else like.device
-        pinned = place.brings_state and place.pinned
-        return torch.empty(self.span.flat.shape, dtype=like.dtype, device=device, pin_memory=pinned)
+    def _empty(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        numel, dtype = self.span.flat.numel(), like.dtype
+        if self._disk is not None:
+            return self._disk.empty(f"{key} of {self._group.name}", numel, dtype)
+        return self._group.place.belonging(self._group.place.state, self._group.shard_buffer, numel, dtype)
+
+
+class MastersOnDisk:
+    """The low bits and carries of one group in scratch files, for one range of the shard buffer at a time."""
+
+    def __init__(self, masters: Masters, disk: Disk, name: str) -> None:
+        self.masters, self._disk = masters, vectors_on(disk)
+        if not self._disk.has(masters.low):
+            own = [(each.numel(), each.dtype) for each in (masters.low, masters.carries)]
+            low, carries = (self._disk.empty(f"masters of {name}", *each) for each in own)
+            masters.rest_in(low, carries)
+
+    def _places(self, extent: Extent) -> list[tuple[torch.Tensor, int, int]]:
+        masters, last = self.masters, -(-extent.stop // 8)
+        return [(masters.low, extent.start, extent.stop), (masters.carries, extent.start // 8, last)]
+
+    def read(self, extent: Extent, pinned: bool) -> list[Staged]:
+        return [self._disk.read(vector, start, stop, pinned) for vector, start, stop in self._places(extent)]
+
+    def write(self, extent: Extent, staged: Sequence[Staged]) -> None:
+        for (vector, start, _), each in zip(self._places(extent), staged, strict=True):
+            self._disk.write(vector, start, each.buffer)
 
 
 class RangeChunk(Chunk):
@@ -207,10 +309,19 @@ class RangeChunk(Chunk):
         extent: the range; it begins at a multiple of 8.
         spans: all spans of the group.
         num_lists: the number of the optimizer's parameter groups.
+        on_disk: the group's masters, if they are on a disk.
     """
 
-    def __init__(self, group: Group, extent: Extent, spans: Sequence[SpanState], num_lists: int) -> None:
-        self._group, self._extent, self._num_lists = group, extent, num_lists
+    def __init__(
+        self,
+        group: Group,
+        extent: Extent,
+        spans: Sequence[SpanState],
+        num_lists: int,
+        on_disk: MastersOnDisk | None,
+    ) -> None:
+        self._group, self._extent, self._num_lists, self._on_disk = group, extent, num_lists, on_disk
+        self._device = group.shard_buffer.device
         self._parts: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
         self._shift: list[int] = []  # where it begins in the range
         for each in spans:
@@ -221,6 +332,7 @@ class RangeChunk(Chunk):
                 self._shift.append(start - extent.start)
         self._states: list[State] = []
         self._brought: list[State] = []
+        self._staged: list[Staged] = []
         self._masters: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
@@ -231,12 +343,18 @@ class RangeChunk(Chunk):
             if start == 0:
                 each.begin()
 
+    def read(self) -> None:
+        for each, start, stop in self._parts:
+            each.read(start, stop)
+        if self._on_disk is not None:
+            self._staged = self._on_disk.read(self._extent, self._group.place.pinned and self._device.type != "cpu")
+
     def fetch(self, async_op: bool) -> None:
         self._states = [each.near(start, stop) for each, start, stop in self._parts]
         self._brought = [dict(state) for state in self._states]
-        if (masters := self._group.masters) is not None:
-            device, (low, carries) = self._group.shard_buffer.device, masters.at(self._extent)
-            self._masters = _near(low, device), _near(carries, device)
+        if self._group.masters is not None:
+            low, carries = [each.wait() for each in self._staged] or self._group.masters.at(self._extent)
+            self._masters = _near(low, self._device), _near(carries, self._device)
 
     def step(self, run: Run) -> None:
         weights = self._group.shard_buffer[self._extent.start : self._extent.stop]
@@ -259,17 +377,25 @@ class RangeChunk(Chunk):
         for (each, start, _), state in zip(self._parts, self._states, strict=True):
             each.put(start, state)
         if self._group.masters is not None and self._masters is not None:
-            for kept, near in zip(self._group.masters.at(self._extent), self._masters, strict=True):
+            rests = [each.buffer for each in self._staged] or self._group.masters.at(self._extent)
+            for kept, near in zip(rests, self._masters, strict=True):
                 if kept.device != near.device:
                     kept.copy_(near, non_blocking=True)
 
+    def write(self, gone: Handoff) -> None:
+        if self._on_disk is not None or isinstance(self._group.place.state, Disk):
+            gone.wait_on_host()
+        for each, start, _ in self._parts:
+            each.write(start)
+        if self._on_disk is not None:
+            self._on_disk.write(self._extent, self._staged)
+
     def drop(self, gone: Handoff) -> None:
-        pairs = zip(self._states, self._brought, strict=True)
-        if any(
-            _is_vector(value) and value is not brought.get(key) for now, brought in pairs for key, value in now.items()
-        ):
-            gone.wait()  # the step has made it, so it is compute's memory
-        self._states, self._brought, self._masters = [], [], None
+        for now, brought in zip(self._states, self._brought, strict=True):
+            if any(_is_vector(value) and value is not brought.get(key) for key, value in now.items()):
+                gone.wait()  # the step has made it, so it is compute's memory
+                break
+        self._states, self._brought, self._staged, self._masters = [], [], [], None
 
 
 def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[SteppedSpan]]]) -> list[Chunk]:
@@ -283,7 +409,10 @@ def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[Stepped
         states = [SpanState(span, group, local.state) for span in spans if group.is_brought and span.flat.numel()]
         starts = range(0, group.shard_numel, CHUNK_NUMEL) if states else ()
         extents = [Extent(start, min(CHUNK_NUMEL, group.shard_numel - start)) for start in starts]
-        chunks += [each for extent in extents if (each := RangeChunk(group, extent, states, len(local.parts)))]
+        place, masters = group.place.masters, group.masters
+        on_disk = MastersOnDisk(masters, place, group.name) if masters is not None and isinstance(place, Disk) else None
+        of_group = [RangeChunk(group, extent, states, len(local.parts), on_disk) for extent in extents]
+        chunks += [each for each in of_group if each]
         in_ranges.update(id(each.span.flat) for each in states)
     rest = [[each for each in own if id(each) not in in_ranges] for own in local.parts]
     return [*chunks, Shards(rest, local.state)] if any(rest) else chunks
@@ -334,9 +463,10 @@ class Shards(Chunk):
         for each in self._stepped:
             if each in self._state:
                 before, group = self._resting.get(each, {}), self._group_of.get(id(each))
-                place = group.place if group is not None and group.place.brings_state else None
-                now = self._state[each].items()
-                self._resting[each] = {key: _far(value, before.get(key), place) for key, value in now}
+                now = self._state[each]
+                if group is not None and group.place.brings_state:
+                    now = {key: _far(value, before.get(key), group) for key, value in now.items()}
+                self._resting[each] = now
         for group, low, carries in self._masters:
             assert group.masters is not None
             for near, far in ((low, group.masters.low), (carries, group.masters.carries)):
@@ -358,7 +488,8 @@ def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) 
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []
     try:
         for each in group.optimizer_params:
-            shard, extent = as_sharded(each.parameter), each.extent
+            shard: Any = each.parameter
+            extent = each.extent
             part = own_view(values[extent.start : extent.stop]).view(each.shape)
             other = as_dtensor(part, in_dtype(spec_of(shard), torch.float32))
             other.requires_grad_(shard.requires_grad)

@@ -29,15 +29,16 @@ from torch.optim import Optimizer
 
 from sherd._torch import hooked_step
 from sherd.comm.streams import Handoff
-from sherd.engine import Group, ShardedParameter, Unit
+from sherd.engine import Group, ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.optim.chunks import Chunk, Lists, States, chunks_of, step_chunks
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
+    from sherd.optim.chunks import Chunk, Lists, States
+
     _Optimizer = Optimizer
 else:
     _Optimizer = object  # the user's own class, which follows among the bases, is an Optimizer
@@ -161,6 +162,7 @@ class Stepper:
         self._knows_forms = is_elementwise_class(cls)
         self._local: LocalStep | None = None
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
+        self._brought: list[Group] = []
         self._chunks: list[Chunk] = []
         self._last_copy: Handoff | None = None
         self._idle: list[nn.Parameter] = []
@@ -187,9 +189,13 @@ class Stepper:
             assert taken, "only shards with a gradient are in a span"
         num_states = len(optimizer.state)
         with local.lent_to(optimizer):
-            if in_chunks and self._chunks:
-                self._last_copy = step_chunks(self._chunks, self._device, partial(self._step_lists, optimizer))
-                for group in (group for _, groups in self._buffers for group in groups):
+            if in_chunks and self._brought:
+                from sherd.optim.chunks import step_chunks  # seldom needed, so loaded late: tests/test_storeys.py
+
+                run, is_first = partial(self._step_lists, optimizer), not num_states
+                moments = watcher.num_moments(optimizer) if is_first else 0
+                self._last_copy = step_chunks(self._chunks, self._brought, run, moments)
+                for group in self._brought if self._last_copy is not None else ():
                     group.arrive_by(self._last_copy)
             else:
                 with self._forms(optimizer, local.parts):
@@ -256,9 +262,10 @@ class Stepper:
             state_of[shard].update(numbers)
             del views[id(shard)]
         local = LocalStep(optimizer, spans=spans, left_out={id(shard) for own in others for shard in own}, views=views)
-        self._chunks = []
-        if any(group.is_brought for group, _ in by_group):
-            self._device = by_group[0][0].device
+        self._brought = [group for group, _ in by_group if group.is_brought]
+        if self._brought:
+            from sherd.optim.chunks import chunks_of
+
             self._chunks = chunks_of(local, by_group)
         return local
 

@@ -56,7 +56,9 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
         with params_replaced(optimizer, lists, state):
             results.append(step(*args, **kwargs))
 
-    _copies[optimizer] = step_chunks([chunk], groups[0].device, run)
+    last = step_chunks([chunk], groups, run)
+    assert last is not None, "there is a chunk"
+    _copies[optimizer] = last
     for group in groups:
-        group.arrive_by(_copies[optimizer])
+        group.arrive_by(last)
     return results[0]

@@ -128,6 +128,10 @@ class Scratch:
         self._pool.shutdown()
         self._close()
 
+    def forget(self, file: io.FileIO) -> None:
+        if file in self._files:
+            self._files.remove(file)
+
     def require_owner(self) -> None:
         if os.getpid() != self._process:
             raise StateError(f"scratch folder {self.path} is used in a forked process: only the one that made it may")
@@ -189,7 +193,14 @@ class ScratchFile:
         self._scratch, self._file = scratch, opened
         self._order = threading.Lock()
         self._last: Future[None] | None = None
-        self._map: mmap.mmap | None = None
+        self._map: weakref.ref[mmap.mmap] | None = None
+
+    def close(self) -> None:
+        """Free the space of the file once its requests are done. A map stays readable."""
+        if self._last is not None:
+            wait([self._last])
+        self._file.close()
+        self._scratch.forget(self._file)
 
     def read_into(self, buffer: memoryview, start: int = 0) -> Request:
         """Begin to fill `buffer`, writable and contiguous, with the bytes from `start` on."""
@@ -208,16 +219,18 @@ class ScratchFile:
         self._scratch.require_usable()
         if self._last is not None:
             self._last.result()
-        if self._map is None:
+        found = None if self._map is None else self._map()
+        if found is None:
             with self._scratch.explained(f"scratch file of {self.name} in {self._scratch.path} cannot be mapped"):
-                self._map = mmap.mmap(self._file.fileno(), max(self.nbytes, 1))
-        return self._map
+                found = mmap.mmap(self._file.fileno(), max(self.nbytes, 1))
+            self._map = weakref.ref(found)
+        return found
 
     def drop(self) -> None:
         """Tell the system that the bytes need not stay in memory. They are read again when they are touched."""
         self._scratch.require_usable()
-        if self._map is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if self._map is not None and (found := self._map()) is not None:
+            found.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _begin(self, does: str, call: Call, buffer: memoryview, start: int) -> Request:

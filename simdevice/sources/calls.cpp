@@ -62,6 +62,13 @@ void copy_part(const at::Tensor& to, const Message& message, size_t start) {
   to.copy_(part(message, start, to, to.numel()));
 }
 
+// Copies this rank's own part to the places of all ranks, which are imagined. One of another size stays what it was.
+void copy_to_all(const Tensors& to, const at::Tensor& own) {
+  for (auto& place : to) {
+    if (place.numel() == own.numel()) place.copy_(own);
+  }
+}
+
 // ---- all-gather: to[i][rank] gets that rank's i-th tensor
 
 class GatherAll {
@@ -91,6 +98,9 @@ class GatherAll {
           start += row[rank].nbytes();
         }
       }
+    };
+    call_.imagine = [to = to_, own = call_.sent] {
+      for (size_t i = 0; i < to.size(); i++) copy_to_all(to[i], own[i]);
     };
     return std::move(call_);
   }
@@ -309,6 +319,7 @@ WorkPtr Collectives::gather(std::vector<Tensors>& outputs, Tensors& inputs, cons
     call.take = [to](const Messages& messages) {
       for (size_t rank = 0; rank < to.size(); rank++) copy_part(to[rank], *messages[rank], 0);
     };
+    call.imagine = [to, own = call.sent[0]] { copy_to_all(to, own); };
   }
   return launch(std::move(call), options.asyncOp);
 }

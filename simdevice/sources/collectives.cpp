@@ -116,8 +116,12 @@ WorkPtr Collectives::queue(std::vector<Call> calls, int device, c10::Stream stre
   }
   auto name = calls[0].name;
   auto shared = std::make_shared<const std::vector<Call>>(std::move(calls));
-  enqueue(stream, name, accesses, cost_of(*shared), [exchange = exchange_, shared] {
-    if (exchange) exchange->carry_out(*shared);
+  const bool keeps = !exchange_ && std::all_of(held.begin(), held.end(), is_kept);
+  enqueue_copy(stream, name, accesses, cost_of(*shared), keeps, [exchange = exchange_, shared] {
+    if (exchange) return exchange->carry_out(*shared);
+    for (auto& call : *shared) {
+      if (call.imagine) call.imagine();
+    }
   });
   if (!is_async) return nullptr;
   return c10::make_intrusive<CollectiveWork>(device, stream, std::move(held), std::move(results), shelf_);

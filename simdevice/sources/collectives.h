@@ -25,6 +25,7 @@ struct Call {
   std::string text;                            // the same on all ranks, or they disagree
   Tensors sent;                                // on the host, 1-D
   std::function<void(const Messages&)> take;   // on the stream's worker
+  std::function<void()> imagine;               // instead, where the other ranks have what this one has
   int to = -1, from = -1;                      // the peer of a send or of a receive
   uint64_t number = 0;                         // among the calls of its channel
   Accesses accesses;
@@ -79,7 +80,8 @@ struct Shelf {
 
 class Collectives : public c10d::Backend {
  public:
-  /// Of ranks that are imagined only this one is there: nothing is sent or received, and results are what they were.
+  /// Of ranks that are imagined only this one is there, and nothing is sent or received. What is gathered is this rank's
+  /// own, once for each rank; the results of other collectives are what they were.
   Collectives(c10::intrusive_ptr<c10d::Store> store, int rank, int size, OptionsPtr options, bool imagined = false);
 
   const std::string getBackendName() const override { return "simccl"; }

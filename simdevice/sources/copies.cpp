@@ -19,7 +19,8 @@ void copy_on_devices(const at::Tensor& from, const at::Tensor& to, const Accesse
   // Between devices the source's stream copies, once the target's has come so far; and the target's goes on behind it.
   if (!is_same_device) stream_wait(source, record(target));
   const Cost cost = is_same_device ? copy_on_device(2.0 * to.nbytes()) : collective_cost("send", to.nbytes(), 2, 2, -1);
-  enqueue(source, "copy", accesses, cost, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
+  const bool keeps = is_kept(from) && is_kept(to);
+  enqueue_copy(source, "copy", accesses, cost, keeps, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
   if (!is_same_device) stream_wait(target, record(source));
 }
 
@@ -36,15 +37,16 @@ void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_block
     accesses.push_back(bytes_of(from, false));
     note_pinned_use(from.const_data_ptr(), stream);
     source = on_host(from);
-  } else if (settings().computes) {
+  } else if (settings().computes || is_kept(to)) {
     source = from.clone();  // pageable memory is staged: the host may write it once we return
   }
-  enqueue(stream, "copy to device", accesses, copy_by_link(to.nbytes()), [x = source, y = on_host(to)] { y.copy_(x); });
+  const Cost cost = copy_by_link(to.nbytes());
+  enqueue_copy(stream, "copy to device", accesses, cost, is_kept(to), [x = source, y = on_host(to)] { y.copy_(x); });
   if (!non_blocking) synchronize_stream(stream, "copy to device, blocking");
 }
 
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking, Accesses accesses) {
-  // The host may look at small ones, and finds zeros where nothing is computed.
+  // The host may look at small ones, and finds zeros where nothing is computed or kept.
   if (!settings().computes && to.nbytes() <= SMALL) to.zero_();
   const auto stream = stream_for(from);
   const bool direct = is_direct(to, from);
@@ -52,7 +54,9 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
     accesses.push_back(bytes_of(to, true));
     note_pinned_use(to.const_data_ptr(), stream);
   }
-  enqueue(stream, "copy to host", accesses, copy_by_link(to.nbytes()), [x = on_host(from), y = on_host(to)] { y.copy_(x); });
+  const Cost cost = copy_by_link(to.nbytes());
+  const bool keeps = is_kept(from);
+  enqueue_copy(stream, "copy to host", accesses, cost, keeps, [x = on_host(from), y = on_host(to)] { y.copy_(x); });
   if (!non_blocking) return synchronize_stream(stream, "copy to host, blocking");
   if (!direct) synchronize_stream(stream, "copy to host, not to pinned memory as it lies on the device");
 }
@@ -79,7 +83,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, /*non_blocking=*/false);
 }
 
-/// The zero of a dtype: what the host reads where nothing is computed.
+/// The zero of a dtype: what the host reads where nothing is computed or kept.
 at::Scalar nothing_of(at::ScalarType dtype) {
   if (at::isComplexType(dtype)) return c10::complex<double>(0);
   if (dtype == at::kBool) return false;
@@ -91,7 +95,8 @@ at::Scalar item(const at::Tensor& tensor) {
   Accesses accesses;
   access_of(tensor, false, accesses);
   const auto value = std::make_shared<at::Scalar>(nothing_of(tensor.scalar_type()));
-  enqueue(stream, "item", accesses, copy_by_link(tensor.itemsize()), [value, x = on_host(tensor)] { *value = x.item(); });
+  const Cost cost = copy_by_link(tensor.itemsize());
+  enqueue_copy(stream, "item", accesses, cost, is_kept(tensor), [value, x = on_host(tensor)] { *value = x.item(); });
   synchronize_stream(stream, "item");
   return *value;
 }

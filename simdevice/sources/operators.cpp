@@ -15,8 +15,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "allocator.h"
 #include "fallback.h"
+#include "settings.h"
 #include "tensors.h"
 
 namespace sim {
@@ -29,19 +32,29 @@ c10::IntArrayRef ints(SymIntArrayRef values) { return C10_AS_INTARRAYREF_SLOW(va
 
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
+/// Returns a tensor that is new, with zeros if nothing will compute it and the host may read it.
+at::Tensor with_zeros_if_kept(at::Tensor made) {
+  if (!settings().computes && made.numel() && is_kept(made)) {
+    std::memset(made.storage().mutable_data(), 0, made.storage().nbytes());
+  }
+  return made;
+}
+
 // Made
 
 at::Tensor empty(SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(c10::layout_or_default(layout) == at::kStrided, "sim: only strided tensors, not ", *layout);
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(ints(size), &allocator(), KEYS, c10::dtype_or_default(dtype), format);
+  return with_zeros_if_kept(
+      at::detail::empty_generic(ints(size), &allocator(), KEYS, c10::dtype_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(ints(size), ints(stride), &allocator(), KEYS, c10::dtype_or_default(dtype));
+  return with_zeros_if_kept(
+      at::detail::empty_strided_generic(ints(size), ints(stride), &allocator(), KEYS, c10::dtype_or_default(dtype)));
 }
 
 // Viewed

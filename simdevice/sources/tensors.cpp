@@ -1,6 +1,9 @@
 #include "tensors.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
+
+#include "settings.h"
 
 namespace sim {
 
@@ -32,6 +35,20 @@ at::Tensor on_host(const at::Tensor& tensor) {
   alias._set_conj(tensor.is_conj());
   alias._set_neg(tensor.is_neg());
   return alias;
+}
+
+bool is_kept(const at::Tensor& tensor) {
+  constexpr size_t FEW = 1 << 20;  // bytes: sizes and strides of 20,000 parameters
+  return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) && tensor.storage().nbytes() <= FEW;
+}
+
+void enqueue_copy(c10::Stream stream, std::string_view what, const Accesses& accesses, const Cost& cost, bool keeps,
+                  Work work) {
+  if (keeps && !settings().computes) {
+    at::AutoDispatchBelowADInplaceOrView kernels_alone;
+    work();
+  }
+  enqueue(stream, what, accesses, cost, std::move(work));
 }
 
 at::Tensor on_host_resizable(const at::Tensor& tensor) {

@@ -23,6 +23,14 @@ at::Tensor on_host(const at::Tensor& tensor);
 /// As `on_host`; a kernel that resizes it moves it to memory of its own.
 at::Tensor on_host_resizable(const at::Tensor& tensor);
 
+/// Whether the tensor's values are kept where nothing is computed: a few integers, by which ranks compare what they
+/// have. Copies and gathers of them run nevertheless, at once. A new one is zero, and kernels leave it as it is.
+bool is_kept(const at::Tensor& tensor);
+
+/// As `enqueue`, for a copy. Where nothing is computed it is made at once if `keeps`, and else only noted.
+void enqueue_copy(c10::Stream stream, std::string_view what, const Accesses& accesses, const Cost& cost, bool keeps,
+                  Work work);
+
 /// The current stream of the tensor's device.
 inline c10::Stream stream_for(const at::Tensor& tensor) { return current_stream(tensor.device().index()); }
 

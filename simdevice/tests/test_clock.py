@@ -145,6 +145,35 @@ def test_ranks_of_one_node_do_not_use_the_link_between_nodes(device):
         dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("imagined")
+@pytest.mark.parametrize("compute", [True, False])
+def test_an_imagined_rank_has_gathered_what_this_rank_has(device, compute):
+    simdevice.configure(machine=MACHINE, compute=compute)
+    own = torch.tensor([435, -1]).to(device)
+    full, parts = torch.empty(32, dtype=torch.int64, device=device), [torch.empty_like(own) for _ in range(16)]
+    gather_single(full, own)
+    dist.all_gather(parts, own)
+    assert full.tolist() == [435, -1] * 16
+    assert [part[0].item() for part in parts] == [435] * 16
+    # What another rank alone would send, and what all of them reduce, stays what it was.
+    dist.broadcast(own, 3)
+    dist.all_reduce(own)
+    assert own.cpu().tolist() == own.clone().tolist() == [435, -1]
+    dist.gather(own, parts)
+    assert parts[15].tolist() == [435, -1]
+
+
+def test_where_nothing_is_computed_new_integers_are_zero_and_kernels_leave_those_that_were_copied(device):
+    simdevice.configure(machine=MACHINE, compute=False)
+    few = torch.arange(1000).to(device)
+    assert few.add_(5)[7].item() == 7
+    assert (few + 5)[7].item() == 0
+    del few
+    assert not any(torch.empty(1000, dtype=torch.int64, device=device).tolist())
+    assert torch.ones(3).to(device).tolist() == [0.0] * 3
+    assert torch.ones(1 << 20, dtype=torch.int64).to(device)[0].item() == 0
+
+
 def trained(steps: int = 3) -> tuple[float, dict[str, int]]:
     """A small model's steps: the time on the clock, and what the allocator counts."""
     torch.accelerator.synchronize()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.device import page
+from bench.device import page, simulated
 from bench.device.cases import CASES
 from bench.device.lines import read
 from bench.device.rows import rows_of
@@ -48,6 +48,13 @@ def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(tmp_pa
         assert all(0 < rank.requested[phase] <= rank.allocated[phase] <= rank.reserved for phase in rank.allocated)
     assert "| accumulate: step " in target.read_text()
     assert "torch has no graphs for sim" in target.read_text()
+
+
+def test_a_peak_above_the_machines_memory_is_remarked():
+    setting = simulated.SETTINGS[0]
+    found = [simulated.Found(name, 1000, 10, 10, 60, peak, 0) for name, peak in (("DDP", 132.3), ("FSDP2", 58.6))]
+    remarks = {row.figure: row.remark for row in simulated.rows_of(setting, found) if row.remark}
+    assert remarks == {"8 B, 8 ranks, plain: peak": "above the 79.1 GiB of h100: DDP"}
 
 
 @pytest.mark.slow

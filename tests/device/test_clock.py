@@ -14,7 +14,7 @@ from bench.device import played
 from bench.device.cases import SMALLER
 from bench.pages import read_csv
 from bench.published import DATA, read_rows
-from bench.systems import FSDP2, SHERD, System
+from bench.systems import DDP, FSDP2, SHERD, System
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.train.config import read_tree
 from simdevice import machines
@@ -55,6 +55,16 @@ def test_a_step_has_a_time_that_is_the_same_each_time():
         assert (times.end, times.host, times.compute) == (again.end, again.host, again.compute), system.name
         assert 1e3 < times.compute.computing < times.end < 1e5, system.name
         assert any(each.communicating for each in times.streams.values()), system.name
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_ddp_finds_imagined_ranks_alike_and_copies_gradients_once_they_are_reduced():
+    simdevice.configure(machine="h100", compute=False)
+    assert times_of_a_step(DDP).end > 1e3
+    tasks = simdevice.trace()
+    *_, reduced = (task for task in tasks if task.name == "all_reduce")
+    copied = max(task.start for task in tasks if task.name == "copy")
+    assert copied >= reduced.end
 
 
 def test_the_machines_of_the_device_are_those_of_the_clusters():

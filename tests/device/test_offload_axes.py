@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 import simdevice
-from sherd import Blocks, CPUOffloadPolicy, Flat, OffloadPolicy, Owned
+from sherd import Blocks, CPUOffloadPolicy, Disk, Flat, OffloadPolicy, Owned
 from sherd.optim import chunks
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 from tests.support.models import chain, noise
@@ -90,6 +90,44 @@ def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
         if axis not in ("state", "half of the state", "state, pageable") and options[0] is not optim.AdamW:
             continue  # the host computes products of its own
         assert all(sim_world(2, pause_us=200, seed=1).run(is_same, AXES[axis], *options).values), options
+
+
+def test_state_on_a_disk_has_the_same_values(sim_world, tmp_path):
+    disk = Disk(str(tmp_path))
+    for policy in (OffloadPolicy(optimizer=disk), OffloadPolicy(gradients="host", optimizer=disk)):
+        assert all(sim_world(2, pause_us=200, seed=2).run(is_same, policy, optim.AdamW, None).values), policy
+
+
+def wrapped(policy: OffloadPolicy, flat: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = chain(2, WIDTH).append(nn.Linear(WIDTH, 5)).to("sim")
+    mesh, device = init_device_mesh("sim", (2,)), torch.accelerator.current_device_index()
+    options = {"cpu_offload": policy, "device_mesh": mesh, "device_id": device, "use_orig_params": not flat}
+    for index in range(2):
+        model[index] = sherd.FullyShardedDataParallel(model[index], **options)
+    model = sherd.FullyShardedDataParallel(model, **options)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        model(noise(number, torch.distributed.get_rank(), 3, WIDTH).to("sim")).square().mean().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    with sherd.unsharded(model):
+        return [each.detach().cpu().clone() for each in model.parameters()]
+
+
+def is_same_wrapped(policy: OffloadPolicy, flat: bool) -> bool:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        pairs = zip(wrapped(policy, flat), wrapped(OffloadPolicy(), flat), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("axis", ["state", "step"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_wrapper_takes_the_policy_as_cpu_offload(axis, flat, sim_world):
+    assert all(sim_world(2, pause_us=200, seed=3).run(is_same_wrapped, AXES[axis], flat).values)
 
 
 @pytest.mark.parametrize("axis", ["state", "step"])

@@ -112,6 +112,10 @@ class Masters:
         finally:
             self.form.untyped_storage().resize_(0)
 
+    def rest_in(self, low: torch.Tensor, carries: torch.Tensor) -> None:
+        """Keep low bits and carries in these vectors from now on."""
+        self.low, self.carries = low.copy_(self.low), carries.copy_(self.carries)
+
     def at(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the low bits and the carries of the elements `extent`, which begins at a multiple of 8."""
         return self.low[extent.start : extent.stop], self.carries[extent.start // 8 : -(-extent.stop // 8)]

@@ -256,6 +256,13 @@ class _Watcher:
         return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
 
     @staticmethod
+    def num_moments(optimizer: Optimizer) -> int:
+        """Returns how many tensors of its elements an optimizer of torch.optim keeps for a parameter; 0: not known."""
+        kind = getattr(optimizer, "_sherd_kind", type(optimizer))
+        keys = _MOMENTS.get(kind.__name__, (set[str](),))[0]
+        return 0 if keys == {"momentum_buffer"} and not optimizer.param_groups[0].get("momentum") else len(keys)
+
+    @staticmethod
     def of_another_algorithm(optimizer: Optimizer, states: Mapping[Any, Any]) -> str:
         """Returns what `optimizer` cannot use in parameters' `states`, by name, in words; empty if there is nothing.
 

@@ -25,12 +25,13 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from sherd._torch import rebuild_tensor, rebuild_tensor_of_bytes
-from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name, memory_of
+from sherd.checkpoint.encoding import DTYPES, chunks_of, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.storage.places import Readable, read_exactly
+from sherd.tensor.host_memory import memory_of
 from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
 from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of

@@ -1,0 +1,113 @@
+"""State that rests in scratch files: read ahead of the chunk that is stepped, and written behind it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from sherd.policy import Disk
+from sherd.storage.scratch import Request, Scratch, ScratchFile
+from sherd.tensor.host_memory import memory_of
+
+DEPTH = 8
+"""Requests under way at a time: AdamW's for one chunk that comes and one that goes, twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A part of a vector on its way to `buffer`, in host memory."""
+
+    buffer: torch.Tensor
+    request: Request
+
+    def wait(self) -> torch.Tensor:
+        """Returns the buffer once it is filled. Raises ScratchError."""
+        self.request.wait()
+        return self.buffer
+
+
+class DiskVectors:
+    """Vectors in scratch files, which are mapped: whatever reads one finds its values, at the latest after `settle`."""
+
+    def __init__(self, path: str) -> None:
+        self._scratch = Scratch(path, depth=DEPTH)
+        self._files: dict[int, ScratchFile] = {}  # by the address of the vector
+        self._writing: deque[tuple[Request, torch.Tensor]] = deque()
+        self._lock = threading.Lock()
+
+    def require(self, nbytes: int) -> None:
+        """Raises ScratchError unless `nbytes` of each rank of this host are free."""
+        self._scratch.require(nbytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a vector of zeros in a file of its own, which lives as long. Messages call it `name`.
+
+        Raises:
+            ScratchError: the disk has no space for it.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        file = self._scratch.file(name, numel * dtype.itemsize)
+        mapped = file.map()
+        vector = torch.frombuffer(mapped, dtype=dtype, count=numel)  # its memory holds `mapped`
+        self._files[vector.data_ptr()] = file
+        weakref.finalize(mapped, self._free, vector.data_ptr()).atexit = False
+        return vector
+
+    def _free(self, address: int) -> None:
+        self._files.pop(address).close()
+
+    def has(self, vector: torch.Tensor) -> bool:
+        """Returns True for a vector that `empty` has returned, and for a part of one."""
+        return not vector.numel() or self._place_of(vector) is not None
+
+    def _place_of(self, vector: torch.Tensor) -> tuple[ScratchFile, int] | None:
+        """Returns the file that has the vector, and the byte where it begins."""
+        begin = vector.data_ptr()
+        for address, file in list(self._files.items()):
+            if address <= begin < address + file.nbytes:
+                return file, begin - address
+        return None
+
+    def read(self, vector: torch.Tensor, start: int, stop: int, pinned: bool) -> Staged:
+        """Begin to read the elements from `start` to `stop` of a vector of this object."""
+        file, at = self._place_of(vector) or _missing()
+        buffer = torch.empty(stop - start, dtype=vector.dtype, pin_memory=pinned)
+        return Staged(buffer, file.read_into(memory_of(buffer), at + start * vector.itemsize))
+
+    def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
+        """Begin to write `buffer`, in host memory, to the elements from `start` on. Raises errors of earlier writes."""
+        file, at = self._place_of(vector) or _missing()
+        with self._lock:
+            self._writing.append((file.write_from(memory_of(buffer), at + start * vector.itemsize), buffer))
+        self._wait(DEPTH)
+
+    def _wait(self, most: int) -> None:
+        """Wait for the oldest writes, until at most so many are under way."""
+        with self._lock:
+            while len(self._writing) > most:
+                self._writing.popleft()[0].wait()
+
+    def settle(self) -> None:
+        """Return once all has been written. Raises ScratchError."""
+        self._wait(0)
+
+
+def _missing() -> NoReturn:
+    raise AssertionError("vectors are read and written where they were made")
+
+
+_by_path: dict[str, DiskVectors] = {}
+
+
+def vectors_on(disk: Disk) -> DiskVectors:
+    """Returns the vectors of this process in a folder. Raises ScratchError if it cannot be used."""
+    if disk.path not in _by_path:
+        _by_path[disk.path] = DiskVectors(disk.path)
+    return _by_path[disk.path]

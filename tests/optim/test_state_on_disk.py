@@ -1,0 +1,134 @@
+"""Optimizer state, and masters, in scratch files: the values of state in memory, and one error on all ranks."""
+
+import errno
+import gc
+import os
+import pathlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+import sherd
+from sherd import Blocks, Disk, Flat, OffloadPolicy, Owned, fully_shard
+from sherd.errors import ScratchError
+from sherd.optim import chunks
+from tests.optim.test_masters import made, masters_of, steps
+from tests.support.models import chain
+from tests.support.ranks import RanksFailed
+
+
+def sharded(policy, placement=None):
+    torch.manual_seed(0)
+    model = chain(2, 24).append(nn.Linear(24, 5)).to(torch.bfloat16)
+    for unit in (*model[:2], model):
+        fully_shard(unit, offload_policy=policy, placement=placement)
+    return model
+
+
+KINDS = [
+    (optim.AdamW, None, False),
+    (optim.AdamW, Flat(), True),
+    (optim.SGD, Blocks(2), False),
+    (sherd.Muon, None, False),
+    (optim.Adafactor, Owned(), False),
+]
+
+
+def trained(kind, placement, flattens, folder):
+    near, disk = OffloadPolicy(masters="device"), Disk(folder)
+    models = [sharded(policy, placement) for policy in (near, OffloadPolicy(optimizer=disk, masters=disk))]
+    optimizers = [made(kind, model, flattens) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        steps(model, optimizer, range(5))
+    one, other = map(masters_of, models)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for key, state in states[0].items():
+        for name, value in state.items():
+            there = states[1][key][name]
+            assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (value, there))), name
+
+
+@pytest.mark.values
+@pytest.mark.parametrize(("kind", "placement", "flattens"), KINDS)
+def test_values_are_those_of_state_in_memory(kind, placement, flattens, tmp_path, threads):
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        threads(2).run(trained, kind, placement, flattens, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_go_with_the_optimizer(tmp_path, threads):
+    def open_files():
+        gc.collect()
+        return sum(str(tmp_path) in os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
+                   if os.path.islink(f"/proc/self/fd/{each}"))  # fmt: skip
+
+    threads(2).run(trained, optim.AdamW, None, False, str(tmp_path))
+    assert open_files() == 0
+
+
+def fails(folder):
+    model = sharded(OffloadPolicy(optimizer=Disk(folder)))
+    optimizer = made(optim.AdamW, model)
+    steps(model, optimizer, range(2))
+    if torch.distributed.get_rank() == 1:
+        write = os.pwritev
+
+        def full(*arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwritev = full
+    try:
+        steps(model, optimizer, range(2, 3))
+    finally:
+        if torch.distributed.get_rank() == 1:
+            os.pwritev = write
+
+
+def test_a_disk_that_fails_on_one_rank_is_one_error_on_all(tmp_path, world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(fails, str(tmp_path))
+    assert [kind for kind, _ in failed.value.errors.values()] == [ScratchError.__name__] * 2
+    assert len({text.partition("]")[2] for _, text in failed.value.errors.values()}) == 1
+    assert all("free space" in text for _, text in failed.value.errors.values())
+
+
+def test_a_disk_that_is_too_small_is_known_before_the_first_step(tmp_path, threads, monkeypatch):
+    class Small:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Small)
+    with pytest.raises(RanksFailed) as failed:
+        threads(2).run(trained, optim.AdamW, None, False, str(tmp_path))
+    assert {kind for kind, _ in failed.value.errors.values()} == {ScratchError.__name__}
+    assert all("KiB, and has 4.00 KiB free" in text for _, text in failed.value.errors.values())
+
+
+def grown(policy):
+    """The anonymous memory that a process holds after steps, in bytes above that before the first."""
+
+    def held():
+        status = pathlib.Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    for unit in (*model, model):
+        fully_shard(unit, offload_policy=policy)
+    optimizer = optim.AdamW(model.parameters())
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 1 << 18):
+        before = held()
+        for _ in range(2):
+            model(torch.ones(2, 1024)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return held() - before
+
+
+def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
+    policies = OffloadPolicy(), OffloadPolicy(optimizer=Disk(str(tmp_path)))
+    near, far = (world(1).run(grown, policy)[0] for policy in policies)
+    state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
+    assert near - far >= 0.9 * state
+    assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
