@@ -43,6 +43,7 @@ from sherd.tensor.spmd_types import SpmdTypes, untyped
 from sherd.tensor.tensor_parallel import own_spec
 
 if TYPE_CHECKING:
+    from sherd.engine.state.fetching import RestingPlace
     from sherd.engine.state.masters import Masters
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
@@ -182,6 +183,7 @@ class Owner(Protocol):
 
     id: int
     compared: Compared
+    place: RestingPlace
     was_unsynced: bool
 
     @property
