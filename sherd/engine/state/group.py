@@ -473,6 +473,12 @@ class Group:
             for index, (record, slot) in enumerate(zip(self.parameters, packing.slots, strict=True))
         )
 
+    def stepped(self) -> Iterator[tuple[nn.Parameter, Extent]]:
+        """Yields the parameters that optimizers may step, with their places: the members of a flat parameter, too."""
+        yield from ((each.parameter, each.extent) for each in self.optimizer_params)
+        for record, slot in zip(self.parameters, self.packing.slots, strict=True) if self.is_flat else ():
+            yield record.shard, slot.held(self.mesh.piece)
+
     def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:
         """Returns whether a member of `optimizer_param` is registered at one of the modules with these ids."""
         places = (place for index in optimizer_param.members for place in self.parameters[index].places)
