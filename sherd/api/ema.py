@@ -133,7 +133,7 @@ class Ema:
             StateError: as `update`.
         """
         tensors = self._follow("Ema.applied()")
-        own = {name: _copied(tensor) for name, tensor in tensors.by_name.items() if name in self._averages}
+        own = {name: _copied(tensors.exact(name)) for name in tensors.by_name if name in self._averages}
         self._is_applied = True
         try:
             tensors.take(self._averages)

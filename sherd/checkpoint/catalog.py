@@ -22,7 +22,7 @@ from sherd.engine import FlatParameter, Runtime, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError, StateError, in_short
 from sherd.tensor.local_step import Span
 from sherd.tensor.ragged import local_part
-from sherd.tensor.relayout import Named, put
+from sherd.tensor.relayout import Named, around, put
 from sherd.wrap.names import plain_name
 
 StateDict = dict[str, Any]
@@ -305,8 +305,23 @@ class ModelTensors:
 
     def take(self, values: Named) -> None:
         self.before_writing()
-        put(self.by_name, values)
+        tensors = self.by_name
+        for name, value in values.items():
+            record = self.records.get(name)
+            if record is None or record.masters is None:
+                put(tensors, {name: value})
+            else:
+                masters = around(torch.empty_like(record.local, dtype=torch.float32), spec_of(record.shard))
+                put({name: masters}, {name: value})
+                record.put_masters(local_part(masters))
         self.after_writing()
+
+    def exact(self, name: str) -> torch.Tensor:
+        """Returns a tensor, uncopied; the masters of a parameter that has any, in float32."""
+        tensor, record = self.by_name[name], self.records.get(name)
+        if record is None or record.masters is None:
+            return tensor
+        return around(record.masters_of(record.local), spec_of(record.shard))
 
     def before_writing(self) -> None:
         """Find the memory of shards that a user has moved."""

@@ -386,6 +386,12 @@ def streams_for(device: torch.device) -> Streams:
     return _by_device[device]
 
 
+def wait_for_copies_to(memory: torch.Tensor) -> None:
+    """Block the caller until copies to `memory`, if it is page-locked, have ended, whichever lane they are on."""
+    if memory.is_pinned():
+        torch.accelerator.synchronize()
+
+
 @contextmanager
 def use_streams(streams: Streams) -> Iterator[None]:
     """A context in which new units use these lanes, for example recording ones in a test."""

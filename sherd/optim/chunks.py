@@ -494,7 +494,7 @@ def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) 
             other.requires_grad_(shard.requires_grad)
             gradient, local = shard.grad, local_part(shard)
             _exchange(shard, other, part)
-            shard.grad = gradient
+            shard.grad = None if gradient is None else gradient.to(torch.float32)
             swapped.append((shard, other, local))
         yield
         group.masters.split_into(all_of_it, values, low, carries)

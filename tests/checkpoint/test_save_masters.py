@@ -1,22 +1,31 @@
-"""Float32 masters of bfloat16 parameters in checkpoints: a run goes on as if its parameters were float32, to the bit."""
+"""Float32 masters of bfloat16 parameters in checkpoints: a run goes on as one in float32, to the bit."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import sherd
 from sherd import Blocks, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, fully_shard
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.checkpoint.encoding import read_tensor
+from sherd.cli.main import main
 from sherd.storage.files import Opened
 from sherd.storage.places import place_of
+from tests.support.comparing import whole
 from tests.support.meshes import mesh_of
 from tests.support.models import chain, noise
+from tests.support.ranks.bodies import on_processes, on_threads
 
 WIDTH = 12
 MASTERS = OffloadPolicy(masters="device")
@@ -33,8 +42,8 @@ def model_in(layout: str, seed: int = 0) -> Any:
         options = {"mixed_precision": sherd.MixedPrecision(**precision), "cpu_offload": MASTERS}
         return FSDP(model, use_orig_params=layout == "wrapper", device_id=torch.device("cpu"), **options)
     options = {"offload_policy": MASTERS, "placement": PLACEMENTS.get(layout)}
-    if layout == "plain":
-        model, options = model.float(), {}
+    if layout in ("plain", "bfloat16"):
+        model, options = model.to(torch.float32 if layout == "plain" else torch.bfloat16), {}
     if layout == "replicas":
         size = dist.get_world_size()
         options["mesh"] = mesh_of((2, size // 2) if size % 2 == 0 else (1, size))
@@ -126,3 +135,78 @@ def test_muon_goes_on_as_in_float32(threads, tmp_path, layout):
         threads(2).run(gone_on, str(tmp_path / one), str(into), other, sherd.Muon)
         assert_equal(tmp_path / one, into, 3)
         assert_equal(tmp_path / one, into, 6)
+
+
+@on_processes(2)
+def test_moments_stay_float32_however_they_come():
+    for layout, kind in itertools.product(("rows", "flat", "flat wrapper"), (optim.AdamW, sherd.Muon)):
+        model = model_in(layout)
+        optimizer = optimizer_of(model, kind)
+        train(model, optimizer, range(3))
+        for way, chosen in WAYS.items():
+            options = StateDictOptions(**chosen)
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+            is_empty = "rank0" in way and dist.get_rank()
+            other = model_in(layout, seed=1)
+            its = optimizer_of(other, kind)
+            set_optimizer_state_dict(other, its, {} if is_empty else state, options=options)
+            assert_same_state(optimizer, its, f"{layout}, {kind.__name__}, {way}")
+        if layout == "flat wrapper":
+            state = FSDP.optim_state_dict(model, optimizer)
+            other = model_in(layout, seed=1)
+            its = optimizer_of(other, kind)
+            its.load_state_dict(FSDP.optim_state_dict_to_load(other, its, state))
+            assert_same_state(optimizer, its, f"{layout}, {kind.__name__}, FSDP1")
+
+
+WAYS: dict[str, dict[str, bool]] = {
+    "sharded": {},
+    "full": {"full_state_dict": True},
+    "full from rank0": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+}
+
+
+def assert_same_state(one: Any, other: Any, where: str) -> None:
+    pairs = zip(*([each for group in of.param_groups for each in group["params"]] for of in (one, other)), strict=True)
+    for first, second in pairs:
+        expected, found = one.state[first], other.state[second]
+        assert expected.keys() == found.keys(), where
+        for key, value in expected.items():
+            assert value.dtype is found[key].dtype is torch.float32, (where, key)
+            assert torch.equal(whole(value), whole(found[key])), (where, key)
+
+
+@on_processes(2)
+def test_files_of_either_dtype_load_into_models_of_either(tmp_path):
+    """A file in float32 sets weights and low bits, one in bfloat16 makes the weights the masters."""
+    trained = model_in("rows")
+    train(trained, optimizer_of(trained, optim.AdamW), range(3))
+    sherd.async_save(tmp_path / "float32", {"model": trained}, step=1).wait()
+    masters = stored(tmp_path / "float32", 1)
+    assert all(each.dtype is torch.float32 for each in masters.values())
+    half = model_in("bfloat16")
+    sherd.load(tmp_path / "float32", {"model": half})
+    sherd.save(tmp_path / "bfloat16", {"model": half}, step=1)
+    weights = stored(tmp_path / "bfloat16", 1)
+    for name, weight in weights.items():
+        assert weight.dtype is torch.bfloat16
+        assert torch.equal(weight, masters[name].to(torch.bfloat16))
+        assert not torch.equal(weight.float(), masters[name])
+    for layout in ("flat", "flat wrapper"):
+        model = model_in(layout, seed=1)
+        train(model, optimizer_of(model, optim.AdamW), range(3))
+        for step, expected in ((1, masters), (2, weights)):
+            sherd.load(tmp_path / ("float32" if step == 1 else "bfloat16"), {"model": model})
+            sherd.save(tmp_path / layout, {"model": model}, step=step)
+            found = stored(tmp_path / layout, step)
+            assert all(torch.equal(each.float(), found[name]) for name, each in expected.items())
+
+
+@on_threads(1)
+def test_inspect_says_float32(tmp_path, capsys):
+    sherd.save(tmp_path, {"model": model_in("rows")}, step=1)
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "float32" in said or "F32" in said
+    assert "bfloat16" not in said and "BF16" not in said

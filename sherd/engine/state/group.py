@@ -277,6 +277,7 @@ class ShardMemory:
             if (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
                 local.copy_(given)
                 rest_on(as_sharded(optimizer_param), local)
+                record.keep_grad_dtype()
         self.note()
 
 
@@ -437,7 +438,8 @@ class Group:
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
         if key.grad_dtype or self.grad_dtype != self.dtype:
             for parameter in (each.parameter for each in self.optimizer_params):
-                set_grad_dtype(parameter, None if key.grad_dtype == (None,) else self.grad_dtype)
+                takes_any = key.grad_dtype == (None,) or (has_masters and not key.grad_dtype)
+                set_grad_dtype(parameter, None if takes_any else self.grad_dtype)
         self.masters = self._make_masters() if has_masters else None
         for record in self.parameters if self.masters is None else ():
             record.masters = None  # `module.to()` has given it another dtype

@@ -155,11 +155,6 @@ class Masters:
         self._write(extent, values)
 
     @torch.no_grad()
-    def put_weights(self, extent: Extent, weights: torch.Tensor) -> None:
-        """Write bfloat16 `weights` `[numel]` to `extent`. Elements that change are their own masters."""
-        self.put(extent, self.of_weights(extent, weights))
-
-    @torch.no_grad()
     def of_weights(self, extent: Extent, weights: torch.Tensor) -> torch.Tensor:
         """Returns `weights` `[numel]` as float32: their masters where they are the weights of `extent`."""
         if self._weights.is_meta or extent.numel != weights.numel():

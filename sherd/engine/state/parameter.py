@@ -305,8 +305,10 @@ class ShardedParameter:
             True if a user has set another one since the last call.
         """
         given = grad_dtype_of(self.shard) if self.flat is None else self.grad_dtype
-        if self.masters is not None and given == (torch.float32,):
-            given = ()  # the group's, for the masters
+        if self.masters is not None and not self.grad_dtype and given in ((), (None,)):
+            if self.flat is None:
+                set_grad_dtype(self.shard, None)
+            return False  # the group's: float32 for masters, or what others give
         if self.grad_dtype and not given:
             set_grad_dtype(self.shard, self.grad_dtype[0])
         changed, self.grad_dtype = bool(given) and given != self.grad_dtype, given or self.grad_dtype
@@ -375,6 +377,15 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
         return local_tensor(as_sharded(self.shard))
+
+    def write(self, part: torch.Tensor) -> None:
+        """Write this rank's part, in any dtype, to the shard. Elements that change are their own masters."""
+        if self.masters is None:
+            self.local.copy_(part)
+        else:
+            masters, own = self.masters
+            local = part.to(self.local.device, self.dtype)
+            masters.put(own, masters.of_weights(own, local.reshape(-1)))
 
     def masters_of(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the masters of a part of the shard, float32. `part` is the view of a tensor like `local` on meta."""
