@@ -209,4 +209,5 @@ def test_inspect_says_float32(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "float32" in said or "F32" in said
-    assert "bfloat16" not in said and "BF16" not in said
+    assert "bfloat16" not in said
+    assert "BF16" not in said

@@ -49,4 +49,5 @@ def policy_of_next(policy: OffloadPolicy, nbytes: int) -> OffloadPolicy:
     total += nbytes
     is_next = taken + nbytes / 2 <= policy.share * total
     _offloaded[policy] = taken + nbytes * is_next, total
-    return policy if is_next else OffloadPolicy()
+    # Without masters the unit would train otherwise.
+    return policy if is_next else OffloadPolicy(masters=None if policy.masters is None else "device")

@@ -1,0 +1,94 @@
+"""State and masters on the host of a simulated device: saved while copies are on their way, and loaded past the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import sherd
+from sherd import Flat, OffloadPolicy, Owned
+from sherd.optim import chunks
+from sherd.tensor.ragged import local_part
+from tests.device.test_offload_axes import WIDTH, made, model_of
+from tests.device.test_peaks import held_before, requested
+from tests.optim.test_masters import masters_of
+from tests.support.models import noise
+
+BOTH = OffloadPolicy(optimizer="host", masters="host")
+POLICIES = {
+    "both": BOTH,
+    "step": OffloadPolicy(gradients="host", masters="host"),
+    "masters": OffloadPolicy(masters="host"),
+    "half": OffloadPolicy(optimizer="host", masters="host", share=0.5),
+}
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        model(noise(step, 0, 3, WIDTH).to(torch.bfloat16).to("sim")).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def built(policy: OffloadPolicy, kind: Any, placement: Any, flattens: bool) -> Any:
+    model = model_of(policy, torch.bfloat16, placement=placement)
+    optimizer = made(kind, model)
+    return model, sherd.flatten_optimizer(optimizer) if flattens else optimizer
+
+
+def masters_after(folder: str, policy: OffloadPolicy, *how: Any) -> tuple[dict[str, Tensor], ...]:
+    """Masters after steps, after a load into another model and the same steps, and of a copy after these."""
+    model, optimizer = built(policy, *how)
+    items = {"model": model, "optimizer": optimizer}
+    train(model, optimizer, range(3))
+    sherd.save(folder, items, step=3)
+    train(model, optimizer, range(3, 5))
+    ours = copies_in(optimizer.state_dict())  # at once, while copies of the last step are on their way
+    copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(5, 7))
+    found = [masters_of(model)]
+    train(*copied, range(5, 7))
+    found.append(masters_of(copied[0]))
+    other, its = built(policy, *how)
+    train(other, its, range(1))
+    sherd.load(folder, {"model": other, "optimizer": its})
+    train(other, its, range(3, 5))
+    for key, value in copies_in(its.state_dict()).items():
+        assert torch.equal(value, ours[key]), key
+    train(other, its, range(5, 7))
+    found.append(masters_of(other))
+    return tuple({name: each.cpu() for name, each in masters.items()} for masters in found)
+
+
+def copies_in(state_dict: dict[str, Any]) -> dict[tuple[int, str], Tensor]:
+    """Copies of this rank's parts of the state, in host memory."""
+    return {
+        (key, name): local_part(value).to("cpu", copy=True)
+        for key, state in state_dict["state"].items()
+        for name, value in state.items()
+    }
+
+
+KINDS = [(optim.AdamW, None, False), (optim.AdamW, Flat(), True), (optim.SGD, None, False), (sherd.Muon, Owned(), False)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_goes_on_exactly_with_what_rests_on_the_host(sim_world, tmp_path, policy):
+    for at, how in enumerate(KINDS):
+        folder = str(tmp_path / str(at))
+        world = sim_world(2, pause_us=200, seed=1)
+        for straight, copied, loaded in world.run(masters_after, folder, POLICIES[policy], *how).values:
+            for name, master in straight.items():
+                assert torch.equal(master, copied[name]), (how, name)
+                assert torch.equal(master, loaded[name]), (how, name)
