@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import sherd
-from sherd import Blocks, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, fully_shard
+from sherd import Blocks, Disk, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, fully_shard
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.checkpoint.encoding import read_tensor
 from sherd.cli.main import main
@@ -42,6 +43,9 @@ def model_in(layout: str, seed: int = 0) -> Any:
         options = {"mixed_precision": sherd.MixedPrecision(**precision), "cpu_offload": MASTERS}
         return FSDP(model, use_orig_params=layout == "wrapper", device_id=torch.device("cpu"), **options)
     options = {"offload_policy": MASTERS, "placement": PLACEMENTS.get(layout)}
+    if layout == "disk":
+        disk = Disk(tempfile.gettempdir())
+        options["offload_policy"] = OffloadPolicy(optimizer=disk, masters=disk)
     if layout in ("plain", "bfloat16"):
         model, options = model.to(torch.float32 if layout == "plain" else torch.bfloat16), {}
     if layout == "replicas":
@@ -135,6 +139,17 @@ def test_muon_goes_on_as_in_float32(threads, tmp_path, layout):
         threads(2).run(gone_on, str(tmp_path / one), str(into), other, sherd.Muon)
         assert_equal(tmp_path / one, into, 3)
         assert_equal(tmp_path / one, into, 6)
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_a_run_goes_on_from_a_disk_and_on_one(world, tmp_path, how):
+    for layout in ("disk", "rows"):
+        world(2).run(begun, str(tmp_path / layout), layout, *how)
+    for one, other in (("disk", "disk"), ("disk", "rows"), ("rows", "disk")):
+        into = tmp_path / f"{one} to {other}"
+        world(2).run(gone_on, str(tmp_path / one), str(into), other, *how)
+        for step in (3, 6):
+            assert_equal(tmp_path / "rows", into, step)
 
 
 @on_processes(2)

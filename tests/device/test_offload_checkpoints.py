@@ -127,6 +127,7 @@ def bytes_of_loads(folder: str, policy: OffloadPolicy) -> tuple[int, dict[str, i
     sherd.save(folder, items, step=1)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0 alone
     broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    on_each = StateDictOptions(full_state_dict=True)
     states = {
         "torch": copy.deepcopy(optimizer.state_dict()),
         "full": get_optimizer_state_dict(model, optimizer, options=full),
@@ -134,9 +135,11 @@ def bytes_of_loads(folder: str, policy: OffloadPolicy) -> tuple[int, dict[str, i
     ways: dict[str, Callable[[], object]] = {
         "torch": lambda: optimizer.load_state_dict(states["torch"]),
         "sherd": lambda: sherd.load(folder, items),
-        "full": lambda: set_optimizer_state_dict(model, optimizer, states["full"], options=broadcast),
+        "full from rank 0": lambda: set_optimizer_state_dict(model, optimizer, states["full"], options=broadcast),
+        "full": lambda: set_optimizer_state_dict(model, optimizer, on_all[0], options=on_each),
     }
-    optimizer.state_dict()
+    on_all = [states["full"]]
+    torch.distributed.broadcast_object_list(on_all, device=torch.device("sim"))
     peaks = {}
     for way, load in ways.items():
         before = held_before()
