@@ -42,7 +42,7 @@ def keep_loaded_state(kept: Kept) -> None:
         own = kept(param, value, key)
         return theirs(param, value, param_id, groups, key) if own is None else own
 
-    torch.optim.Optimizer._process_value_according_to_param_policy = ours  # type: ignore[method-assign]
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(ours)  # type: ignore[assignment]
 
 
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:

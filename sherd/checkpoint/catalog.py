@@ -22,7 +22,7 @@ from sherd.engine import FlatParameter, Runtime, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError, StateError, in_short
 from sherd.tensor.local_step import Span
 from sherd.tensor.ragged import local_part
-from sherd.tensor.relayout import Named, around, put
+from sherd.tensor.relayout import Named, put
 from sherd.wrap.names import plain_name
 
 StateDict = dict[str, Any]
@@ -311,7 +311,7 @@ class ModelTensors:
             if record is None or record.masters is None:
                 put(tensors, {name: value})
             else:
-                masters = around(torch.empty_like(record.local, dtype=torch.float32), spec_of(record.shard))
+                masters = record.around(torch.empty_like(record.local, dtype=torch.float32))
                 put({name: masters}, {name: value})
                 record.put_masters(local_part(masters))
         self.after_writing()
@@ -321,7 +321,7 @@ class ModelTensors:
         tensor, record = self.by_name[name], self.records.get(name)
         if record is None or record.masters is None:
             return tensor
-        return around(record.masters_of(record.local), spec_of(record.shard))
+        return record.around(record.masters_of(record.local))
 
     def before_writing(self) -> None:
         """Find the memory of shards that a user has moved."""

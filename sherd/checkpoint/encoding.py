@@ -22,14 +22,13 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import local_tensor
 from sherd.engine import ShardedParameter
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.files import Opened
 from sherd.tensor.host_memory import memory_of
 from sherd.tensor.ragged import local_part
-from sherd.tensor.relayout import around
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -158,7 +157,7 @@ NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """A part of a tensor, as its rank writes it; `read` returns it, or makes it."""
 
     dtype: torch.dtype
@@ -186,18 +185,20 @@ class Tensors(dict[str, torch.Tensor]):
             )
         if record is not None and record.masters is not None:
             self.masters[name] = record
-            tensor = around(torch.empty(record.local.shape, device="meta"), spec_of(record.shard))
+            tensor = record.around(torch.empty(record.local.shape, device="meta"))
         self[name] = tensor
 
-    def part(self, name: str, part: torch.Tensor) -> Part:
+    def part(self, name: str, part: torch.Tensor) -> SavedPart:
         """Returns a part of the tensor `name`."""
         record = self.masters.get(name)
-        return Part(part.dtype, part.shape, partial((lambda each: each) if record is None else record.masters_of, part))
+        return SavedPart(
+            part.dtype, part.shape, partial((lambda each: each) if record is None else record.masters_of, part)
+        )
 
     def present(self, name: str) -> torch.Tensor:
         """Returns the tensor `name`, or its masters as a DTensor in memory."""
         tensor, record = self[name], self.masters.get(name)
-        return tensor if record is None else around(record.masters_of(local_part(tensor)), spec_of(record.shard))
+        return tensor if record is None else record.around(record.masters_of(local_part(tensor)))
 
 
 def encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]) -> Json:

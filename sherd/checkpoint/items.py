@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, spec_of
+from sherd._torch import DTensorSpec
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
 from sherd.checkpoint.loading import Awaited, to_load
@@ -174,7 +174,7 @@ class ModuleItem(Item):
             if source.manifest.entry(name) is None:
                 continue
             if record := own.masters.get(name):
-                tensor = around(torch.empty_like(record.local, dtype=torch.float32), spec_of(record.shard))
+                tensor = record.around(torch.empty_like(record.local, dtype=torch.float32))
                 fill(source, name, tensor, most_bytes)
                 record.put_masters(local_part(tensor))
             else:

@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 import torch
 from torch import nn
 
-from sherd.checkpoint.encoding import CHUNK_BYTES, Json, Part, Tensors, chunks_of, dtype_name, encoded
+from sherd.checkpoint.encoding import CHUNK_BYTES, Json, SavedPart, Tensors, chunks_of, dtype_name, encoded
 from sherd.checkpoint.items import Item, numbers_of
 from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
@@ -49,7 +49,7 @@ class Parts:
         values: this rank's own values, as JSON.
     """
 
-    tensors: dict[str, Part]
+    tensors: dict[str, SavedPart]
     listed: dict[str, list[Box]]
     private: dict[str, tuple[str, Shape]]
     values: Json
@@ -192,7 +192,7 @@ def _parts(
     Raises:
         CheckpointError: two parts would have one name in a file, or a value of `own` cannot be saved.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, SavedPart] = {}
     listed: dict[str, list[Box]] = {}
     for name, tensor in tensors.items():
         of = described[name]
@@ -249,7 +249,7 @@ class Staging:
         self._held, self._failure = 0, ""
         self._changed = threading.Condition()
 
-    def copy(self, parts: Mapping[str, Part]) -> None:
+    def copy(self, parts: Mapping[str, SavedPart]) -> None:
         """Copy all of `parts`. Returns once all are copied, or after `give_up`."""
         for name, part in parts.items():
             for chunk in _copied(part.read()):
@@ -273,7 +273,7 @@ class Staging:
             self._failure = why
             self._changed.notify_all()
 
-    def chunks(self, name: str, part: Part) -> Callable[[], Iterator[memoryview]]:
+    def chunks(self, name: str, part: SavedPart) -> Callable[[], Iterator[memoryview]]:
         """Returns the bytes of a part, for the writing thread, which waits until they are copied."""
 
         def is_copied(at: int) -> bool:
@@ -322,7 +322,7 @@ Written = tuple[File, Parts]
 """The file that one rank has written, as it tells the first rank: without the tensors of its parts."""
 
 
-def contents_of(parts: Parts, chunks: Callable[[str, Part], Chunks]) -> dict[str, Content]:
+def contents_of(parts: Parts, chunks: Callable[[str, SavedPart], Chunks]) -> dict[str, Content]:
     """Returns the contents of this rank's file; `chunks(name, part)` returns the bytes of a part."""
     return {
         name: Content(dtype_name(part.dtype, name), tuple(part.shape), chunks(name, part))

@@ -196,7 +196,7 @@ class Stepper:
                 run, is_first = partial(self._step_lists, optimizer), not num_states
                 moments = watcher.num_moments(optimizer) if is_first else 0
                 self._last_copy = step_chunks(self._chunks, self._brought, run, moments)
-                for group in self._brought if self._last_copy is not None else ():
+                for group in self._brought:
                     group.arrive_by(self._last_copy)
             else:
                 with self._forms(optimizer, local.parts):

@@ -1,4 +1,4 @@
-"""State and masters on the host of a simulated device: saved while copies are on their way, and loaded past the device."""
+"""State and masters on the host of a simulated device: saved while copies are on their way, loaded past the device."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ def copies_in(state_dict: dict[str, Any]) -> dict[tuple[int, str], Tensor]:
     }
 
 
-KINDS = [(optim.AdamW, None, False), (optim.AdamW, Flat(), True), (optim.SGD, None, False), (sherd.Muon, Owned(), False)]
+KINDS = [
+    (optim.AdamW, None, False),
+    (optim.AdamW, Flat(), True),
+    (optim.SGD, None, False),
+    (sherd.Muon, Owned(), False),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

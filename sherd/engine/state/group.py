@@ -491,8 +491,8 @@ class Group:
         """True if something of the group comes from elsewhere for its optimizer step."""
         return self.place.brings_state or self.masters is not None
 
-    def arrive_by(self, copies: Handoff) -> None:
-        """Note the copies by which low bits of a step come to where they rest."""
+    def arrive_by(self, copies: Handoff | None) -> None:
+        """Note the copies, if any, by which low bits of a step come to where they rest."""
         if self.masters is not None:
             self.masters.arrive_by(copies)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from sherd.comm.streams import Handoff
-from sherd.engine.state.parameter import ShardedParameter
 from sherd.layout.extent import Extent
 
 
@@ -59,7 +59,7 @@ class Masters:
     """
 
     def __init__(
-        self, shard_buffer: torch.Tensor, parameters: Sequence[tuple[ShardedParameter, Extent]], low: torch.Tensor
+        self, shard_buffer: torch.Tensor, parameters: Sequence[tuple[Written, Extent]], low: torch.Tensor
     ) -> None:
         self._weights = shard_buffer
         self._parameters = [(weakref.ref(record), extent) for record, extent in parameters]
@@ -92,8 +92,8 @@ class Masters:
                 self._write(extent, self._weights[extent.start : extent.stop].float())
         self.note()
 
-    def arrive_by(self, copies: Handoff) -> None:
-        """Note the copies of low bits to where they rest, which others wait for before they use them."""
+    def arrive_by(self, copies: Handoff | None) -> None:
+        """Note the copies, if any, of low bits to where they rest, which others wait for before they use them."""
         self._arriving = copies
 
     def _wait(self) -> None:
@@ -194,15 +194,21 @@ class Masters:
             target.copy_(value)
 
 
+class Written(Protocol):
+    """A sharded parameter: `forms` are the tensors by which its shard may be written, a flat parameter among them."""
+
+    @property
+    def forms(self) -> Sequence[torch.Tensor]:
+        """Returns the tensors, some of them maybe more than once."""
+
+
 Version = tuple[torch.Tensor, int]
 
 
-def _versions_of(record: ShardedParameter | None) -> list[Version]:
-    """Returns the tensors by which a parameter's shard may be written, a flat parameter among them, with versions."""
+def _versions_of(record: Written | None) -> list[Version]:
     if record is None:
         return []
-    forms = (record.optimizer_param, record.shard, record.resting, record.local)
-    return [(each, _version_of(each)) for each in {id(each): each for each in forms}.values()]
+    return [(each, _version_of(each)) for each in {id(each): each for each in record.forms}.values()]
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -387,6 +387,15 @@ class ShardedParameter:
             local = part.to(self.local.device, self.dtype)
             masters.put(own, masters.of_weights(own, local.reshape(-1)))
 
+    def around(self, local: torch.Tensor) -> DTensor:
+        """Returns a DTensor around `local`, in the layout of the shard and the dtype of `local`."""
+        return as_dtensor(local, in_dtype(spec_of(as_sharded(self.shard)), local.dtype))
+
+    @property
+    def forms(self) -> tuple[torch.Tensor, ...]:
+        """The tensors by which the shard may be written."""
+        return self.optimizer_param, self.shard, self.resting, self.local
+
     def masters_of(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the masters of a part of the shard, float32. `part` is the view of a tensor like `local` on meta."""
         masters, own = self._own_masters
