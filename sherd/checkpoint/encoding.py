@@ -191,9 +191,7 @@ class Tensors(dict[str, torch.Tensor]):
     def part(self, name: str, part: torch.Tensor) -> SavedPart:
         """Returns a part of the tensor `name`."""
         record = self.masters.get(name)
-        return SavedPart(
-            part.dtype, part.shape, partial((lambda each: each) if record is None else record.masters_of, part)
-        )
+        return SavedPart(part.dtype, part.shape, (lambda: part) if record is None else partial(record.masters_of, part))
 
     def present(self, name: str) -> torch.Tensor:
         """Returns the tensor `name`, or its masters as a DTensor in memory."""
