@@ -19,6 +19,7 @@ from . import (
     bytes,
     checkpoints,
     host,
+    host_step,
     mesh,
     muon,
     overhead,
@@ -49,6 +50,7 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "host": host.measure,
     "shard": shard_time.measure,
     "optimizer": small.measure_optimizer,
+    "host_step": host_step.measure,
     "clip": small.measure_clip,
     "muon": muon.measure,
     "padding": padding_row.measure,
@@ -61,7 +63,7 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
 }
 ON_DEVICES = ("device",)
 """What is measured on an accelerator unless figures are named. On the CPU it is a dry run, for whoever names it."""
-ASKED_FOR = ("mesh", "muon", "simulated")
+ASKED_FOR = ("host_step", "mesh", "muon", "simulated")
 """Not measured unless named: other ranks, or another question. `--device sim` alone asks for the last one."""
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sherd.api.module import UnshardHandle as UnshardHandle
     from sherd.api.module import register_fsdp_forward_method as register_fsdp_forward_method
     from sherd.api.module import share_comm_ctx as share_comm_ctx
+    from sherd.api.offload_activations import offload_activations as offload_activations
     from sherd.api.placements import OnMesh as OnMesh
     from sherd.api.placements import Placements as Placements
     from sherd.api.recompute import selective_contexts as selective_contexts
@@ -164,6 +165,7 @@ _HOMES = {
     "join": "sherd.uneven.joining",
     "load": "sherd.api.checkpoints",
     "memory_report": "sherd.memory.report",
+    "offload_activations": "sherd.api.offload_activations",
     "plan": "sherd.tools.plan.plan",
     "refresh": "sherd.api.refreshing",
     "register_fsdp_forward_method": "sherd.api.module",

@@ -195,6 +195,20 @@ class CPUOffloadPolicy(OffloadPolicy):
     parameters: Place = field(default="host", kw_only=True)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedOnHost:
+    """The arguments of `sherd.offload_activations`, by name, for one unit."""
+
+    budget: int = 0
+    min_bytes: int = 1 << 20
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_int("offload_activations(budget={})", self.budget, 0)
+        require_int("offload_activations(min_bytes={})", self.min_bytes, 0)
+        require_bool("offload_activations(pin_memory={})", self.pin_memory)
+
+
 @dataclass(frozen=True)
 class PrefetchPolicy:
     """The distance at which all-gathers run ahead of compute. The order of units is learnt in the first step.

@@ -85,6 +85,7 @@ OURS = {
     "join",
     "load",
     "memory_report",
+    "offload_activations",
     "plan",
     "refresh",
     "replicate",

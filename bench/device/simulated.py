@@ -22,7 +22,7 @@ from sherd.tools.simulate.cluster import read_cluster
 from ..ranks import Conditions
 from ..systems import DDP, FLAT, FSDP1, FSDP2, MEGATRON, SHERD, WRAPPER, System
 from ..table import RIVALS, Aim, Figure, Row
-from .cases import CASES, LARGE, PLAIN, Case, Stack
+from .cases import CASES, LARGE, PLAIN, SMALLER, Case, Stack
 from .training import Training
 
 P, T = ParamSpec("P"), TypeVar("T")
@@ -71,6 +71,7 @@ SETTINGS = (
     Setting(LLAMA_8B, 8, systems=(DDP, *SYSTEMS)),
     *(Setting(LLAMA_8B, 8, CASES[name]) for name in ("recompute", "mixed", "accumulate")),
     Setting(LARGE, 8, CASES["offload"]),  # whose shards are in this machine's memory
+    Setting(SMALLER, 1, CASES["offload"], systems=(FSDP2, SHERD)),
     Setting(LLAMA_8B, 32, num_replicas=4),
     Setting(LLAMA_70B, 64, CASES["recompute"]),
     Setting(EXPERTS, 8, CASES["recompute"]),

@@ -24,10 +24,9 @@ from sherd.comm.agreement import gathered_along
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import CheckpointError, OptimStateError, in_short
-from sherd.tensor.host_memory import memory_of
 from sherd.tensor.local_step import nothing_of, owned_layout
 from sherd.tensor.ragged import own_view
-from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
+from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as, memory_of
 from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
 

@@ -1,7 +1,8 @@
 """Lanes, which run collectives during compute, and handoffs, which say when compute may touch a lane's result.
 
 No other file names a stream or an event. There are three lanes, `gather`, `reduce` and `all_reduce`, so that the
-collectives of one step overlap with compute and with one another. A lane returns a `Handoff`, and compute touches the
+collectives of one step overlap with compute and with one another, and where saved tensors are offloaded, one for their
+copies (`copy_lane`). A lane returns a `Handoff`, and compute touches the
 result only after `handoff.wait()`.
 
 On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
@@ -390,6 +391,11 @@ def wait_for_copies_to(memory: torch.Tensor) -> None:
     """Block the caller until copies to `memory`, if it is page-locked, have ended, whichever lane they are on."""
     if memory.is_pinned():
         torch.accelerator.synchronize()
+
+
+def copy_lane(device: torch.device) -> CommStream:
+    """Returns a lane of its own on an accelerator, for copies from and to the host. No rank waits in it for another."""
+    return _StreamLane(device, 0, _Notes())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.sharded import rest_on
 from sherd.tensor.state_kind import State, copy_of
-
-if TYPE_CHECKING:
-    from sherd.engine.state.masters import Masters
 
 IN_FLIGHT = 3
 """One chunk that comes, one that is stepped, one that goes."""
@@ -282,16 +279,17 @@ class SpanState:
 class MastersOnDisk:
     """The low bits and carries of one group in scratch files, for one range of the shard buffer at a time."""
 
-    def __init__(self, masters: Masters, disk: Disk, name: str) -> None:
-        self.masters, self._disk = masters, vectors_on(disk)
+    def __init__(self, group: Group, disk: Disk) -> None:
+        assert group.masters is not None
+        masters, self._disk = group.masters, vectors_on(disk)
         if not self._disk.has(masters.low):
             own = [(each.numel(), each.dtype) for each in (masters.low, masters.carries)]
-            low, carries = (self._disk.empty(f"masters of {name}", *each) for each in own)
+            low, carries = (self._disk.empty(f"masters of {group.name}", *each) for each in own)
             masters.rest_in(low, carries)
+        self._low, self._carries = masters.low, masters.carries
 
     def _places(self, extent: Extent) -> list[tuple[torch.Tensor, int, int]]:
-        masters, last = self.masters, -(-extent.stop // 8)
-        return [(masters.low, extent.start, extent.stop), (masters.carries, extent.start // 8, last)]
+        return [(self._low, extent.start, extent.stop), (self._carries, extent.start // 8, -(-extent.stop // 8))]
 
     def read(self, extent: Extent, pinned: bool) -> list[Staged]:
         return [self._disk.read(vector, start, stop, pinned) for vector, start, stop in self._places(extent)]
@@ -409,8 +407,8 @@ def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[Stepped
         states = [SpanState(span, group, local.state) for span in spans if group.is_brought and span.flat.numel()]
         starts = range(0, group.shard_numel, CHUNK_NUMEL) if states else ()
         extents = [Extent(start, min(CHUNK_NUMEL, group.shard_numel - start)) for start in starts]
-        place, masters = group.place.masters, group.masters
-        on_disk = MastersOnDisk(masters, place, group.name) if masters is not None and isinstance(place, Disk) else None
+        place = group.place.masters
+        on_disk = MastersOnDisk(group, place) if states and group.masters and isinstance(place, Disk) else None
         of_group = [RangeChunk(group, extent, states, len(local.parts), on_disk) for extent in extents]
         chunks += [each for each in of_group if each]
         in_ranges.update(id(each.span.flat) for each in states)

@@ -4,6 +4,7 @@ the device, no race and no wait of the host in a settled step."""
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,65 @@ def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
         if axis not in ("state", "half of the state", "state, pageable") and options[0] is not optim.AdamW:
             continue  # the host computes products of its own
         assert all(sim_world(2, pause_us=200, seed=1).run(is_same, AXES[axis], *options).values), options
+
+
+def otherwise(policy: OffloadPolicy, how: str) -> list[Tensor]:
+    """The unsharded parameters after steps in another kind of loop."""
+    model = model_of(policy)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = sherd.ShardedGradScaler("sim", init_scale=8.0, enabled=how == "scaler")
+    if how == "step in backward":
+        sherd.step_in_backward(model, optimizer)
+    for number in range(4):
+        with sherd.accumulate(model, 2) if how == "accumulate" else nullcontext():
+            for micro in range(1 + (how == "accumulate")):
+                x = noise(2 * number + micro, torch.distributed.get_rank(), 3, WIDTH).to("sim")
+                scaler.scale(model(x).square().mean()).backward()
+        if how == "some without gradients" and number % 2:
+            model[1].up.weight.grad = None
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    return [each.full_tensor().cpu() for each in model.parameters()]
+
+
+def is_same_otherwise(policy: OffloadPolicy, how: str) -> bool:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        pairs = zip(otherwise(policy, how), otherwise(OffloadPolicy(), how), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
+
+
+def with_masters(policy: OffloadPolicy) -> list[Tensor]:
+    model = model_of(policy, torch.bfloat16)
+    return stepped(model, optim.AdamW(model.parameters(), lr=1e-2), 4, torch.bfloat16)
+
+
+def is_same_with_masters(policies: list[OffloadPolicy]) -> list[bool]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        near = with_masters(OffloadPolicy(masters="device"))
+        return [all(map(torch.equal, with_masters(policy), near)) for policy in policies]
+
+
+def test_masters_have_the_same_values_wherever_they_rest(sim_world, tmp_path):
+    disk = Disk(str(tmp_path))
+    policies = [
+        OffloadPolicy(masters="host"),
+        OffloadPolicy(masters="host", optimizer="host"),
+        OffloadPolicy(masters=disk, optimizer=disk),
+        OffloadPolicy(masters="host", gradients="host"),
+        OffloadPolicy(masters="host", parameters="host"),
+        OffloadPolicy(masters=disk, optimizer=disk, parameters="host"),
+    ]
+    for values in sim_world(2, pause_us=200, seed=5).run(is_same_with_masters, policies).values:
+        assert values == [True] * len(policies)
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("axis", ["state", "step"])
+@pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients"])
+def test_other_loops_have_the_values_of_no_offload(axis, how, sim_world):
+    assert all(sim_world(2, pause_us=200, seed=4).run(is_same_otherwise, AXES[axis], how).values)
 
 
 def test_state_on_a_disk_has_the_same_values(sim_world, tmp_path):

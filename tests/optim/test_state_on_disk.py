@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import pathlib
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,11 +13,13 @@ from torch import nn, optim
 
 import sherd
 from sherd import Blocks, Disk, Flat, OffloadPolicy, Owned, fully_shard
-from sherd.errors import ScratchError
+from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.optim import chunks
 from tests.optim.test_masters import made, masters_of, steps
 from tests.support.models import chain
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_threads
+from tests.support.refusals import one_line
 
 
 def sharded(policy, placement=None):
@@ -132,3 +135,17 @@ def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
     state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
     assert near - far >= 0.9 * state
     assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
+
+
+@on_threads(2)
+def test_a_folder_that_cannot_be_used_is_refused_when_units_are_made(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path, why in ((str(file), "Not a directory"), (str(tmp_path / "no" / "folder"), "make the folder above it")):
+        model = nn.Linear(4, 4)
+        assert why in one_line(ScratchError, fully_shard, model, offload_policy=OffloadPolicy(optimizer=Disk(path)))
+        assert type(model.weight) is nn.Parameter, "nothing was changed"
+    for policy in ({"share": 1.5}, {"optimizer": "disk"}, {"parameters": "host", "gradients": "device"}):
+        one_line(PolicyError, partial(OffloadPolicy, **policy))
+    one_line(PolicyError, partial(OffloadPolicy, gradients="host", optimizer="device"))
+    one_line(PolicyTypeError, Disk, "")

@@ -65,6 +65,17 @@ def test_adapters_train_over_a_base_model_in_4_bits_that_is_sharded_as_such(run,
     falling("qlora", tmp_path, run)
 
 
+def test_a_model_that_rests_on_the_host_or_a_disk_has_the_same_losses_on_one_rank(small, run, tmp_path):
+    two = falling("one_gpu", tmp_path, run)
+    assert two < 3
+    words = "--disk", str(tmp_path / "disk"), "--out", "tuned"
+    (one,) = run("recipes/one_gpu.py", tmp_path, *words, num_ranks=1)
+    assert losses(one)[-1] == pytest.approx(two, abs=0.1)
+    assert not list((tmp_path / "disk").iterdir())
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
+    assert loss_of(tuned, small) == pytest.approx(two, abs=0.5)
+
+
 def test_a_policy_learns_to_prefer_and_begins_as_its_reference(run, tmp_path):
     printed = printed_as_shown("dpo", tmp_path, run)
     first, *_, last = losses(printed)

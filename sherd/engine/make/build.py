@@ -26,7 +26,7 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError, PolicyError, in_short
-from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from sherd.policy import Disk, MixedPrecisionPolicy, OffloadPolicy, SavedOnHost, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
 from sherd.tensor.spmd_types import untyped
@@ -51,11 +51,17 @@ def make_unit(
         PlacementError: a parameter cannot be cut as asked.
         PolicyError: `precision` has a function that returned a dtype which it may not; or `offload` asks for masters of
             parameters that are not bfloat16.
+        ScratchError: `offload` names a disk that cannot be used.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(belongings.borrowed, mesh)
     if offload.masters is not None:
         _require_masters_possible(belongings.owned)
+    for disk in (offload.optimizer, offload.masters):
+        if isinstance(disk, Disk):
+            from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
+
+            Scratch(disk.path).close()
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
@@ -63,14 +69,17 @@ def make_unit(
     # of another model, so that a teacher has the same owners as its student:
     # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
-    nbytes = sum(each.parameter.numel() * each.parameter.dtype.itemsize for each in belongings.owned)
-    place = RestingPlace.under(policy_of_next(offload, nbytes), mesh.device)
     plans = sharding_plans(belongings.owned, streams, request_of, surrounds, precision)
+    nbytes = sum(each.parameter.numel() * each.parameter.dtype.itemsize for each in belongings.owned)
+    offload = policy_of_next(offload, nbytes)
+    place = RestingPlace.under(offload, mesh.device)
     records = shard(belongings.owned, plans, place)
     if closes:
         forget_loads(mesh)
     borrow(belongings.borrowed)
     unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
+    if offload.activations == "host":
+        unit.offload_saved(SavedOnHost(pin_memory=offload.pin_memory))
     hooks.install(unit, modules)
     for each in modules:
         unit.attach_to(each)
@@ -112,8 +121,8 @@ class Construction:
 constructions: weakref.WeakKeyDictionary[Unit, Construction] = weakref.WeakKeyDictionary()
 
 LIBRARY = Path(__file__).parents[2]
-TRACED = {"api", "fsdp1", "uneven", "interop", "memory", "wrap", "tools", "train", "cli"}
-"""Packages with models of their own, or with functions that call the user's."""
+TRACED = {"api", "fsdp1", "uneven", "interop", "memory", "requirements", "wrap", "tools", "train", "cli"}
+"""Packages with models of their own, or with functions that call the user's, and what these call."""
 
 
 @functools.cache

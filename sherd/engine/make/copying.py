@@ -143,6 +143,8 @@ def _remake(unit: Unit, memo: Memo) -> None:
             _taken=weakref.WeakValueDictionary(),
         )
         copied.claim(shard)
+        if record.masters is not None:
+            copied.have_masters(*record.masters)
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
     new = Unit(
@@ -157,6 +159,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         surrounds=unit.surrounds,
         ignored=ignored,
     )
+    new.backward.offload_saved(unit.backward.offload)
     memo[id(unit)] = new
     constructions[new] = Construction(constructions[unit].request_of)
     hooks.install(new, modules)

@@ -107,7 +107,8 @@ class BufferPlan:
         """
         packing, reduced, mesh, flags = group.packing, group.gradient_packing, group.mesh, group.num_flags
         # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
-        may_be_rows = packing.is_cut_into_runs or (packing.direct and streams.in_host_order)
+        # On one rank nothing is gathered: what rests in host memory is copied straight into place, on the lane.
+        may_be_rows = packing.is_cut_into_runs or (packing.direct and (streams.in_host_order or group.is_one_piece))
         is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0
         by_piece = Sizes(numel + flags for numel in reduced.shard_numels)
         is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device

@@ -578,10 +578,15 @@ class Gradients:
         rows.complete()
         sizes, reduce_dtype = plan.reduced_by_rank, self._shards.form.reduce_dtype
         result: list[torch.Tensor] = []
+        # The rows of one rank are the sum, which goes to host memory on the lane that owns them.
+        is_sum = group.is_one_piece and group.is_offloaded and mesh.num_replicas == 1 and policy.all_reduce_hook is None
         sent = rows.buffer.tensor
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
 
         def scatter(async_op: bool) -> Pending | None:
+            if is_sum and plan.lane_owns_rows:
+                result.append(sent)
+                return None
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
             result.append(reduced)
@@ -603,7 +608,7 @@ class Gradients:
         scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
         mean = _Sum(reduced, with_gradient)
         self._reduction = _Reduction(handoff, rows, mean, scale, is_partial, to_host, sources)
-        if plan.lane_owns_rows:
+        if plan.lane_owns_rows and not is_sum:
             # Freed while the reduce-scatter is only queued: the lane's pool gives the memory to later work of the lane.
             self._give_back(rows)
         if to_host:
@@ -611,6 +616,8 @@ class Gradients:
             lane = self._streams.reduce if mesh.num_replicas == 1 else self._streams.all_reduce
             stored, handoff = self._store(partial(self._shards.mean, reduced, scale), lane, handoff)
             self._reduction = replace(self._reduction, handoff=handoff, result=_Sum(stored, with_gradient))
+        if plan.lane_owns_rows and is_sum:
+            self._give_back(rows)
 
     def _sum_over_replicas(
         self,

@@ -5,9 +5,12 @@
     backward    a node is about to read the tensor      unpack    tells the unit that backward is in it; has the weight
                                                                   gathered, if it was freed since
 
+
 The hooks cover every way from a loss into a unit: through what its forward returned, whatever it is wrapped in, through
 what forward left on a module, and through gradients of gradients. Hooks on outputs (`engine/run/hooks.py`) only start
 the gather earlier, before the first node of the unit asks, and the next unit's gather behind it.
+
+With `offload_activations` they also let the memory of other tensors go to the host, and bring it back (`offload.py`).
 
 Hooks on saved tensors are stacked, and autograd calls the innermost ones only. Our hooks call the hooks below them.
 Hooks that are put over ours inside of a unit (activation checkpointing) are called by ours, too.
@@ -72,12 +75,31 @@ class StorageOwner(ABC):
         """Returns whether `tensor` is one of the parameters itself, not a view of one."""
 
 
+class SavedView:
+    """A saved tensor whose memory may be away: `bring` has it on the device, for compute to read."""
+
+    __slots__ = ("_bring", "_view")
+
+    def __init__(self, view: torch.Tensor, bring: Callable[[], None]) -> None:
+        self._view, self._bring = view, bring
+
+    def read(self) -> torch.Tensor:
+        """Returns the tensor. It is a new view, as its reader may keep it."""
+        self._bring()
+        return self._view.detach()
+
+
+Offload = Callable[[torch.Tensor, object], SavedView | None]
+"""What becomes of a tensor that a unit saves; None: it stays. The other argument is another object in each turn."""
+
+
 class Reader(Protocol):
     """A unit, whose forward saves tensors."""
 
     is_entered: bool  # the unit knows that the present backward is in it
     is_recorded: bool  # autograd may be recording that backward
     is_under_other_hooks: bool  # `runs_under_other_hooks` was called
+    offload: Offload | None  # what becomes of the tensors that the unit's forward saves, if they do not stay
 
     def enter_backward(self) -> None:
         """Note that backward is in the unit."""
@@ -122,6 +144,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         # Per thread: on a device autograd runs backward, and with it recomputed forwards, on a thread of its own.
         self.units: list[Reader | None] = [None]
+        self.turn: object = None  # another object whenever the innermost unit changes
 
 
 _running = _Running()
@@ -140,16 +163,16 @@ _Part = list[Any]
 """A saved parameter, or view of one: the owner of its memory, its shape, the mark of a view, whether it is unread."""
 
 _Saved = tuple[Any, int | None, Reader | None, _Part | None]
-"""A saved tensor: the tensor, or what other hooks made of it; the version of the tensor, None under other hooks; the
-unit whose forward was running; and for a parameter, its `_Part`."""
+"""A saved tensor: the tensor, or a `SavedView` of it, or what other hooks made of it; the version of the tensor, None
+under other hooks; the unit whose forward was running; and for a parameter, its `_Part`."""
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
-def _pack(running: Sequence[Reader | None], tensor: torch.Tensor) -> _Saved:
+def _pack(running: Sequence[Reader | None], tensor: torch.Tensor, may_offload: bool = True) -> _Saved:
     """Keep `tensor`. The last entry of `running` is the unit whose forward runs."""
     # As few calls as can be: test_calls.py counts them.
-    version, owner_ref = tensor._version, None
+    version, unit, owner_ref = tensor._version, running[-1], None
     if tensor.__class__ in _PLAIN:
         try:
             if (address := storage_address(tensor)) in _owners:
@@ -164,12 +187,16 @@ def _pack(running: Sequence[Reader | None], tensor: torch.Tensor) -> _Saved:
         if owner is not None and (tensor.__class__ is torch.Tensor or not owner.is_parameter(tensor)):
             part[2:] = owner.view_mark, True
             owner.num_unread_views += 1
-        return tensor, version, running[-1], part
+        return tensor, version, unit, part
+    if unit is not None and unit.offload is not None and may_offload:
+        view = unit.offload(tensor, _running.turn)
+        if view is not None:
+            return view, version, unit, None
     if (version or tensor.grad_fn.__class__ not in SAVE_NO_RESULT) and not tensor.is_leaf:
         # The tensor may be the result of the very node that saves it, and the two would keep each other alive:
         # test_a_graph_without_a_backward_is_freed_at_once.
         tensor = tensor.detach()
-    return tensor, version, running[-1], None
+    return tensor, version, unit, None
 
 
 def _unpack(saved: _Saved) -> Any:
@@ -199,6 +226,8 @@ def _unpack(saved: _Saved) -> Any:
         if part[3]:
             part[3] = False
             owner.num_unread_views -= 1
+    if kept.__class__ is SavedView:
+        kept = kept.read()
     # Autograd compares no versions of what hooks unpack, so the comparison is made here:
     # test_a_loss_of_before_a_step_cannot_be_differentiated_after_it_but_what_was_not_stepped_can.
     if version is not None and kept._version != version:
@@ -213,7 +242,7 @@ def _pack_through(
     running: Sequence[Reader | None], other: Callable[[torch.Tensor], Any], tensor: torch.Tensor
 ) -> _Saved:
     kept = other(tensor)
-    _, _, unit, part = _pack(running, tensor)
+    _, _, unit, part = _pack(running, tensor, False)
     if unit is not None and not unit.is_under_other_hooks:
         unit.runs_under_other_hooks()
     if part is not None and part[3] and in_backward():
@@ -250,6 +279,7 @@ def _share_the_stack() -> None:
 def begin_watching(unit: Reader) -> bool:
     """Begin a forward of `unit`: have autograd tell us what it saves. Returns the argument for `end_watching`."""
     _running.units.append(unit)
+    _running.turn = object()
     if not torch.is_grad_enabled() or not may_hook_saving():
         return False
     _share_the_stack()
@@ -263,6 +293,7 @@ def begin_watching(unit: Reader) -> bool:
 
 def end_watching(has_pushed: bool) -> None:
     _running.units.pop()
+    _running.turn = object()
     top = saving_hooks() if has_pushed else None
     if top is not None and _is_ours(top):  # else a user left hooks of their own behind
         pop_saving_hooks()

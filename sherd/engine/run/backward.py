@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from sherd.engine.moves.gradients import Gradients, GradientStage
+from sherd.engine.moves.saved import Offload
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
@@ -53,6 +54,7 @@ class Backward:
         is_recorded: a part of the unit's backward ran with gradients enabled.
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
+        offload: what becomes of the tensors that the unit's forward saves; None: they stay where they are.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
         expected: of the present backward, or the last one.
     """
@@ -68,6 +70,7 @@ class Backward:
         self._num_completed = 0
         self._seen: list[int] = []
         self._is_gone_through_once = self.is_under_other_hooks = False
+        self.offload: Offload | None = None
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
         self._weights[:], self._gradients[:] = weights, gradients
@@ -78,6 +81,10 @@ class Backward:
     def completed(self, group: int) -> Callable[[], None]:
         """Returns the function that group number `group` calls when all its trainable parameters have gradients."""
         return partial(if_alive, weakref.ref(self), partial(Backward.complete, group=group))
+
+    def offload_saved(self, offload: Offload | None) -> None:
+        """Let the tensors that later forwards of the unit save go to host memory, or stay."""
+        self.offload = offload
 
     # What a backward brings
 

@@ -33,6 +33,8 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     if not (plan.frees_unsharded or plan.is_never_gathered):
         kept = group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
+    stores_at_once = group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1
+    is_in_rows = stores_at_once and group.is_one_piece and plan.lane_owns_rows
     return GroupSizes(
         shards=_shard_bytes(group, plan),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
@@ -44,7 +46,9 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
         borrows=plan.borrows(compute),
         gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
-        reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
+        reduced=0
+        if is_in_rows
+        else (sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
         gradients=summed * group.grad_dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trained) == len(group.parameters),
@@ -53,7 +57,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         lane_owns_rows=plan.lane_owns_rows,
         may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
-        stores_at_once=group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1,
+        stores_at_once=stores_at_once,
     )
 
 

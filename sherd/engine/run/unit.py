@@ -23,7 +23,7 @@ from sherd.engine.state.ownership import UNIT
 from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
-from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
+from sherd.policy import MixedPrecisionPolicy, SavedOnHost, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
@@ -179,6 +179,19 @@ class Unit(UnitGroups):
                 unit.shards.register(False)
 
     @staticmethod
+    @contextmanager
+    def saving_on_host(units: Sequence[Unit], terms: SavedOnHost) -> Iterator[None]:
+        """Within the context, what forwards of `units` save goes to host memory, on `terms`."""
+        before = [unit.backward.offload for unit in units]
+        for unit in units:
+            unit.offload_saved(terms)
+        try:
+            yield
+        finally:
+            for unit, offload in zip(units, before, strict=True):
+                unit.backward.offload_saved(offload)
+
+    @staticmethod
     def named_members(root: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of `root` by name, with the members of flat parameters in the place of these."""
         with Unit.members_shown(Unit.below(root)):
@@ -193,6 +206,13 @@ class Unit(UnitGroups):
         """Write the unit on `module`, which then keeps the unit alive. torch's DDP leaves such a module alone."""
         write_into(module, UNIT, self)
         say_fully_sharded(module)
+
+    def offload_saved(self, terms: SavedOnHost) -> None:
+        """Let what later forwards save for backward go to host memory. On a CPU this is the device's memory anyway."""
+        if self.mesh.device.type not in ("cpu", "meta"):
+            from sherd.engine.moves.offload import offload_on  # few programs use it
+
+            self.backward.offload_saved(offload_on(self.mesh.device, terms))
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -442,7 +442,7 @@ class Group:
                 set_grad_dtype(parameter, None if takes_any else self.grad_dtype)
         self.masters = self._make_masters() if has_masters else None
         for record in self.parameters if self.masters is None else ():
-            record.masters = None  # `module.to()` has given it another dtype
+            record.have_masters(None, Extent(0, 0))  # `module.to()` has given it another dtype
         # Last, because it remembers the memory that the lines above have given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
@@ -457,7 +457,7 @@ class Group:
             if record.masters is not None and not self.shard_buffer.is_meta:
                 before, extent = record.masters
                 masters.put(own, before.of_weights(extent, self.shard_buffer[own.start : own.stop]))
-            record.masters = masters, own
+            record.have_masters(masters, own)
         return masters
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:

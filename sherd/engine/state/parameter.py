@@ -252,7 +252,7 @@ class ShardedParameter:
     param_dtype: torch.dtype | None = None
     grad_dtype: tuple[torch.dtype | None, ...] = ()
     types: SpmdTypes | None = None
-    masters: tuple[Masters, Extent] | None = None
+    masters: tuple[Masters, Extent] | None = field(default=None, init=False)
     _begun: tuple[list[float], list[float]] | None = None
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
@@ -280,6 +280,9 @@ class ShardedParameter:
             return False  # loaded or filled since
         cut = torch.tensor(begun[0], dtype=torch.float64).to(self.dtype).to(gathered.dtype)
         return repr(_few(gathered)) != repr(cut.tolist())
+
+    def have_masters(self, masters: Masters | None, extent: Extent) -> None:
+        self.masters = None if masters is None else (masters, extent)
 
     def share_attributes(self, form: torch.Tensor) -> None:
         """Let `form`, a form of this parameter, share the attributes that users write on any form.
