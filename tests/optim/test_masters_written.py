@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_what_is_written_in_any_way_is_its_own_master_and_nothing_else():
 
 
 def held_low_bits(masters: dict[str, torch.Tensor]) -> bool:
-    return not any(torch.equal(each, each.to(torch.bfloat16).float()) for each in masters.values())
+    return not any(each.numel() and torch.equal(each, each.to(torch.bfloat16).float()) for each in masters.values())
 
 
 @on_threads(2)
@@ -284,3 +285,31 @@ def test_a_step_that_is_undone_brings_the_low_bits_back():
                 raise RuntimeError("of this rank's data")
         assert is_wrong == all(torch.equal(each, before[name]) for name, each in masters_of(model).items())
     assert held_low_bits(masters_of(model))
+
+
+@on_processes(2)
+def test_the_wrappers_state_dicts_and_full_parameters_do_so_too():
+    for use_orig_params, kind in itertools.product((True, False), sherd.StateDictType):
+        torch.manual_seed(0)
+        model = sherd.FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 24)).to(torch.bfloat16),
+            cpu_offload=MASTERS,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+        optimizer = made(optim.AdamW, model)
+        steps(model, optimizer, range(3))
+        before = masters_of(model)
+        assert held_low_bits(before)
+        with sherd.FullyShardedDataParallel.summon_full_params(model):
+            model.module[1].weight.data.add_(0)
+        assert_written(model, before, None, ())
+        sherd.FullyShardedDataParallel.set_state_dict_type(model, kind)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        assert_written(model, masters_of(model), None, list(before))
+        steps(model, optimizer, range(2))
+        before = masters_of(model)
+        with sherd.FullyShardedDataParallel.summon_full_params(model):
+            model.module[1].weight.data.fill_(0.5)
+        (name,) = (each for each in before if each.endswith("1.weight"))
+        assert_written(model, before, 0.5, (name,))
