@@ -318,9 +318,9 @@ class ModelTensors:
 
     def exact(self, name: str) -> torch.Tensor:
         """Returns a tensor, uncopied; the masters of a parameter that has any, in float32."""
-        tensor, record = self.by_name[name], self.records.get(name)
+        record = self.records.get(name)
         if record is None or record.masters is None:
-            return tensor
+            return self.by_name[name]
         return record.around(record.masters_of(record.local))
 
     def before_writing(self) -> None:

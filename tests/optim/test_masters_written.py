@@ -152,11 +152,12 @@ def held_low_bits(masters: dict[str, torch.Tensor]) -> bool:
 @on_threads(2)
 def test_what_is_only_looked_at_keeps_its_low_bits():
     model, optimizer = stepped()
+    ema = sherd.Ema(model, decay=0.5)
+    steps(model, optimizer, range(3, 4))
+    ema.update()
     before = masters_of(model)
     with sherd.unsharded(model):
         assert named(model).shape == (16, 24)
-    ema = sherd.Ema(model, decay=0.5)
-    ema.update()
     with ema.applied():
         assert not torch.equal(masters_of(model)[NAME], before[NAME])
     model.to("cpu")
@@ -313,3 +314,18 @@ def test_the_wrappers_state_dicts_and_full_parameters_do_so_too():
             model.module[1].weight.data.fill_(0.5)
         (name,) = (each for each in before if each.endswith("1.weight"))
         assert_written(model, before, 0.5, (name,))
+
+
+@on_threads(2)
+def test_averages_are_those_of_float32_parameters():
+    found = []
+    for policy, dtype in ((MASTERS, torch.bfloat16), (sherd.OffloadPolicy(), torch.float32)):
+        model = sharded(policy, dtype)
+        optimizer = made(optim.AdamW, model)
+        steps(model, optimizer, range(1))
+        ema = sherd.Ema(model, decay=0.5)
+        for step in range(1, 4):
+            steps(model, optimizer, range(step, step + 1))
+            ema.update()
+        found.append({name: each.to_local() for name, each in ema.state_dict()["averages"].items()})
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
