@@ -1552,3 +1552,26 @@ def test_storage_info__is_what_a_reader_of_torchs_checkpoints_looks_for():
     info = _torch.storage_info("__0_0.distcp", 3, 5)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
     assert pickle.loads(pickle.dumps(info)) == info
+
+
+def test_keep_loaded_state__says_what_an_optimizer_keeps_or_leaves_it_to_torch(monkeypatch):
+    monkeypatch.setattr(
+        torch.optim.Optimizer,
+        "_process_value_according_to_param_policy",
+        staticmethod(torch.optim.Optimizer._process_value_according_to_param_policy),
+    )
+    heard = []
+
+    def kept(parameter, value, key):
+        heard.append(key)
+        return value.double() if key == "exp_avg" else None
+
+    _torch.keep_loaded_state(kept)
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(heard) == {"step", "exp_avg", "exp_avg_sq"}
+    state = optimizer.state[weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float64, torch.bfloat16)

@@ -91,6 +91,7 @@ from sherd._torch.modules import is_tensor_parallel as is_tensor_parallel
 from sherd._torch.modules import manage as manage
 from sherd._torch.modules import say_fully_sharded as say_fully_sharded
 from sherd._torch.optimizers import hooked_step as hooked_step
+from sherd._torch.optimizers import keep_loaded_state as keep_loaded_state
 from sherd._torch.optimizers import put_around_step as put_around_step
 from sherd._torch.optimizers import register_foreach_type as register_foreach_type
 from sherd._torch.optimizers import register_optimizer_step_post_hook as register_optimizer_step_post_hook

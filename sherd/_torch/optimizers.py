@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 
 __all__ = [
     "hooked_step",
+    "keep_loaded_state",
     "put_around_step",
     "register_foreach_type",
     "register_optimizer_step_post_hook",
@@ -24,6 +25,24 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+
+Kept = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor | None]
+"""Returns what is kept of a loaded tensor, given its parameter, the tensor, and its key; None: what torch keeps."""
+
+
+def keep_loaded_state(kept: Kept) -> None:
+    """Let `kept` say what optimizers keep of the tensors that `load_state_dict` gives them.
+
+    torch gives them the dtype and the device of the parameter, in a static method without a setter (2.11 to 2.15).
+    """
+    theirs: Callable[..., torch.Tensor] = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    @functools.wraps(theirs)
+    def ours(param: torch.Tensor, value: torch.Tensor, param_id: int, groups: Any, key: Any = None) -> torch.Tensor:
+        own = kept(param, value, key)
+        return theirs(param, value, param_id, groups, key) if own is None else own
+
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(ours)  # type: ignore[assignment]
 
 
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:

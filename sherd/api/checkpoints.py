@@ -132,7 +132,7 @@ def save(
     """
     this = _Save("save", folder, items, step, user, per_rank, random, keep_last, keep_every)
     this.begin(group)
-    return this.finish(contents_of(this.plan.parts, lambda _, tensor: lambda: chunks_of(tensor)))
+    return this.finish(contents_of(this.plan.parts, lambda _, part: lambda: chunks_of(part.read())))
 
 
 class Saving:

@@ -96,20 +96,23 @@ class Ema:
             StateError: inside `applied` or `sherd.unsharded`, or in the middle of a forward or backward.
             PolicyError, PolicyTypeError: the function `decay` returned something else than a number from 0 to 1.
         """
-        values, decay = self._follow("Ema.update()").by_name, self._decay
+        tensors, decay = self._follow("Ema.update()"), self._decay
+        values = tensors.by_name
         if callable(decay):
             decay = decay(self.num_updates)
             require_number(f"Ema(decay=...): the function returned {{}} for {self.num_updates}", decay, 0, 1)
         owners = [owner for record in self._records.values() if isinstance(owner := record.owner, Unit)]
         alone = {owner.id for owner in owners if not owner.mesh.holds_copies}  # one replica may average by itself
         watcher.note("an Ema averages with decay={}, after {} updates", (decay, self.num_updates), list(alone))
-        pairs = [(local_part(average), local_part(values[name])) for name, average in self._averages.items()]
-        alike = [(average, value) for average, value in pairs if _is_alike(average, value)]
-        others = [(average, value) for average, value in pairs if not _is_alike(average, value)]
+        exact = {name for name, record in tensors.records.items() if record.masters is not None}
+        pairs = [(local_part(average), local_part(values[name]), name) for name, average in self._averages.items()]
+        alike = [each for each in pairs if each[2] not in exact and _is_alike(*each[:2])]
+        others = [each for each in pairs if each[2] in exact or not _is_alike(*each[:2])]
         # In batches, so that no second copy of all values is there at once.
         batches = [alike, *(others[start : start + _BATCH] for start in range(0, len(others), _BATCH))]
         for batch in filter(None, batches):
-            averages, targets = map(list, zip(*batch, strict=True))
+            averages = [average for average, _, _ in batch]
+            targets = [local_part(tensors.exact(name)) if name in exact else value for _, value, name in batch]
             weight = 1 - decay
             if weight == 1:
                 torch._foreach_copy_(averages, targets)  # a step from an infinite average to its value would be nan
@@ -133,7 +136,7 @@ class Ema:
             StateError: as `update`.
         """
         tensors = self._follow("Ema.applied()")
-        own = {name: _copied(tensor) for name, tensor in tensors.by_name.items() if name in self._averages}
+        own = {name: _copied(tensors.exact(name)) for name in tensors.by_name if name in self._averages}
         self._is_applied = True
         try:
             tensors.take(self._averages)
@@ -207,7 +210,7 @@ class Ema:
             if is_averaged:
                 dtype = None if tensor.is_complex() else self._dtype
                 averages[name] = _copied(
-                    tensor, dtype or torch.promote_types(tensor.dtype, torch.float32), self._device
+                    tensors.exact(name), dtype or torch.promote_types(tensor.dtype, torch.float32), self._device
                 )
         self._averages, self._records = averages, tensors.records
         return tensors

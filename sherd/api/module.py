@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd._torch import in_backward
+from sherd._torch import in_backward, keep_loaded_state
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine import BoundForward, Runtime, Unit, watcher
+from sherd.engine import BoundForward, Runtime, ShardedParameter, Unit, watcher
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.optim.torch_muon import serve_torch_muon
 from sherd.policy import AllGather, ReduceScatter
@@ -43,6 +43,21 @@ def _in_chunks(
 
 
 watcher.inside_of_steps(_in_chunks)
+
+
+def _kept(parameter: torch.Tensor, value: torch.Tensor, key: object) -> torch.Tensor | None:
+    record = ShardedParameter.of(parameter)
+    owner = None if record is None else record.owner
+    if record is None or owner is None or key == "step":
+        return None
+    if record.masters is None and not owner.place.brings_state:
+        return None
+    from sherd.optim.loaded import as_kept  # loaded with the first such state
+
+    return as_kept(parameter, value)
+
+
+keep_loaded_state(_kept)
 
 
 class UnshardHandle:

@@ -305,8 +305,23 @@ class ModelTensors:
 
     def take(self, values: Named) -> None:
         self.before_writing()
-        put(self.by_name, values)
+        tensors = self.by_name
+        for name, value in values.items():
+            record = self.records.get(name)
+            if record is None or record.masters is None:
+                put(tensors, {name: value})
+            else:
+                masters = record.around(torch.empty_like(record.local, dtype=torch.float32))
+                put({name: masters}, {name: value})
+                record.put_masters(local_part(masters))
         self.after_writing()
+
+    def exact(self, name: str) -> torch.Tensor:
+        """Returns a tensor, uncopied; the masters of a parameter that has any, in float32."""
+        record = self.records.get(name)
+        if record is None or record.masters is None:
+            return self.by_name[name]
+        return record.around(record.masters_of(record.local))
 
     def before_writing(self) -> None:
         """Find the memory of shards that a user has moved."""

@@ -15,15 +15,19 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor
+from sherd.engine import ShardedParameter
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.files import Opened
+from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import memory_of
 
 DTYPES = {
@@ -152,15 +156,47 @@ NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 """The errors of code that meets a value which sherd has not written."""
 
 
+@dataclass(frozen=True)
+class SavedPart:
+    """A part of a tensor, as its rank writes it; `read` returns it, or makes it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    read: Callable[[], torch.Tensor]
+
+
 class Tensors(dict[str, torch.Tensor]):
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor. Raises CheckpointError if the name is taken, or the elements are not in the tensor's memory."""
+    """Tensors by name. `masters` has the parameters whose float32 masters stand for them: these tensors are on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masters: dict[str, ShardedParameter] = {}
+
+    def keep(self, name: str, tensor: torch.Tensor, record: ShardedParameter | None = None) -> None:
+        """Add a tensor, or the masters of `record`, if it has any, in the tensor's layout.
+
+        Raises:
+            CheckpointError: the name is taken, or the elements are not in the tensor's memory.
+        """
         require_bytes(tensor, name)
         if name in self:
             raise CheckpointError(
                 f"two tensors would be called {name} in the checkpoint; rename an item, module or key"
             )
+        if record is not None and record.masters is not None:
+            self.masters[name] = record
+            tensor = record.around(torch.empty(record.local.shape, device="meta"))
         self[name] = tensor
+
+    def part(self, name: str, part: torch.Tensor) -> SavedPart:
+        """Returns a part of the tensor `name`."""
+        record = self.masters.get(name)
+        return SavedPart(part.dtype, part.shape, (lambda: part) if record is None else partial(record.masters_of, part))
+
+    def present(self, name: str) -> torch.Tensor:
+        """Returns the tensor `name`, or its masters as a DTensor in memory."""
+        tensor, record = self[name], self.masters.get(name)
+        return tensor if record is None else record.around(record.masters_of(local_part(tensor)))
 
 
 def encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]) -> Json:

@@ -29,6 +29,7 @@ from sherd.engine import Unit, watcher
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
+from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, Stateful, StateKind, state_kind
 from sherd.tensor.structures import map_tensors
@@ -160,7 +161,7 @@ class ModuleItem(Item):
         for module in self._tensors:
             module.require_at_rest(call)
             for name, tensor in module.saved.items():
-                tensors.keep(self._named(name), tensor)
+                tensors.keep(self._named(name), tensor, module.records.get(name))
         return tensors
 
     @torch.no_grad()
@@ -168,8 +169,15 @@ class ModuleItem(Item):
         """Fill parameters and buffers in place."""
         for module in self._tensors:
             module.before_writing()
-        for name, tensor in self._add_own(Tensors(), "sherd.load").items():
-            if source.manifest.entry(name) is not None:
+        own = self._add_own(Tensors(), "sherd.load")
+        for name, tensor in own.items():
+            if source.manifest.entry(name) is None:
+                continue
+            if record := own.masters.get(name):
+                tensor = record.around(torch.empty_like(record.local, dtype=torch.float32))
+                fill(source, name, tensor, most_bytes)
+                record.put_masters(local_part(tensor))
+            else:
                 fill(source, name, tensor, most_bytes)
         for module in self._tensors:
             module.after_writing()

@@ -24,6 +24,7 @@ from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
 from sherd.engine import watcher
 from sherd.errors import OptimStateError
+from sherd.optim.loaded import at_rest, device_of_state
 from sherd.tensor.local_step import Span
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
@@ -294,7 +295,7 @@ def _state_of(
                 )
     if not present:
         return None
-    device = local_part(entry.parameter).device
+    device = device_of_state(entry.parameter)
     if entry.span is None:
         (member,) = present
         return _loaded(member, saved[member.name], device, optim if isinstance(optim, PlacesState) else None)
@@ -313,7 +314,7 @@ def _loaded(member: Member, state: State, device: torch.device, placing: PlacesS
         if tensor is None:
             copies[key] = _copied(value)
         elif own is not None:
-            copies[key] = laid_out(tensor, own, device)
+            copies[key] = at_rest(member.parameter, laid_out(tensor, own, device))
         elif spec is None:
             copy_here = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
             copies[key] = copy_here.to(device) if copy_here.dim() else copy_here  # a count of steps stays on the host
@@ -322,7 +323,7 @@ def _loaded(member: Member, state: State, device: torch.device, placing: PlacesS
             full = full_of_sharded_tensor(tensor, torch.device(spec.mesh.device_type))
             tensor = tensor if full is None else full
             if state_kind(key, tensor, member.parameter.shape) is StateKind.ELEMENTS:
-                copies[key] = laid_out(tensor, spec, device)
+                copies[key] = at_rest(member.parameter, laid_out(tensor, spec, device))
                 parts.add(key)
             else:
                 copies[key] = tensor.detach().clone()

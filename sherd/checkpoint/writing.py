@@ -16,7 +16,7 @@ from itertools import count, zip_longest
 import torch
 from torch import nn
 
-from sherd.checkpoint.encoding import CHUNK_BYTES, Json, Tensors, chunks_of, dtype_name, encoded
+from sherd.checkpoint.encoding import CHUNK_BYTES, Json, SavedPart, Tensors, chunks_of, dtype_name, encoded
 from sherd.checkpoint.items import Item, numbers_of
 from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
@@ -43,13 +43,13 @@ class Parts:
     """The content of this rank's file, and what it tells the first rank about that.
 
     Args:
-        tensors: the content of its file, by the names in it.
+        tensors: the content of its file, by the names in it; of masters they are made when they are read.
         listed: the boxes of tensors whose ranks list their own parts.
         private: dtype and shape of the tensors that only this rank has.
         values: this rank's own values, as JSON.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, SavedPart]
     listed: dict[str, list[Box]]
     private: dict[str, tuple[str, Shape]]
     values: Json
@@ -145,10 +145,10 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
                     f"{other}, which holds a part of it; make the model and the optimizer alike on all ranks"
                 )
     several = [name for name, of_name in variants.items() if len(of_name) > 1]
-    parameters = {name: held for name in several if isinstance(held := tensors.get(name), nn.Parameter)}
+    parameters = [name for name in several if name in tensors.masters or isinstance(tensors.get(name), nn.Parameter)]
 
     def sample() -> dict[str, dict[int, complex]]:
-        return {name: sampled(name, parameter) for name, parameter in parameters.items()}
+        return {name: sampled(name, tensors.present(name)) for name in parameters}
 
     samples = ranks.each(sample, "the comparison of copies")
     for name in several:
@@ -192,7 +192,7 @@ def _parts(
     Raises:
         CheckpointError: two parts would have one name in a file, or a value of `own` cannot be saved.
     """
-    parts: dict[str, torch.Tensor] = {}
+    parts: dict[str, SavedPart] = {}
     listed: dict[str, list[Box]] = {}
     for name, tensor in tensors.items():
         of = described[name]
@@ -202,13 +202,14 @@ def _parts(
             key = name_in_file(name, of.shape, box)
             if key in parts:
                 raise CheckpointError(f"two tensors would be called {key} in a file; rename a module or item")
-            parts[key] = part
+            parts[key] = tensors.part(name, part)
             if of.copies is not None and of.copies.cuts is None:
                 listed.setdefault(name, []).append(box)
     private = Tensors()
     values = encoded(dict(own), f"{PER_RANK}/{rank}", private.keep)
     private_shapes = {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in private.items()}
-    return Parts(parts | private, listed, private_shapes, values)
+    parts |= {name: private.part(name, tensor) for name, tensor in private.items()}
+    return Parts(parts, listed, private_shapes, values)
 
 
 def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]:
@@ -248,10 +249,10 @@ class Staging:
         self._held, self._failure = 0, ""
         self._changed = threading.Condition()
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy all of `tensors`. Returns once all are copied, or after `give_up`."""
-        for name, tensor in tensors.items():
-            for chunk in _copied(tensor):
+    def copy(self, parts: Mapping[str, SavedPart]) -> None:
+        """Copy all of `parts`. Returns once all are copied, or after `give_up`."""
+        for name, part in parts.items():
+            for chunk in _copied(part.read()):
                 with self._changed:
                     self._changed.wait_for(lambda: self._failure or self._has_room())
                     if self._failure:
@@ -272,8 +273,8 @@ class Staging:
             self._failure = why
             self._changed.notify_all()
 
-    def chunks(self, name: str, tensor: torch.Tensor) -> Callable[[], Iterator[memoryview]]:
-        """Returns the bytes of a tensor, for the writing thread, which waits until they are copied."""
+    def chunks(self, name: str, part: SavedPart) -> Callable[[], Iterator[memoryview]]:
+        """Returns the bytes of a part, for the writing thread, which waits until they are copied."""
 
         def is_copied(at: int) -> bool:
             return bool(self._failure) or name in self._whole or len(self._chunks.get(name, ())) > at
@@ -321,11 +322,11 @@ Written = tuple[File, Parts]
 """The file that one rank has written, as it tells the first rank: without the tensors of its parts."""
 
 
-def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> dict[str, Content]:
-    """Returns the contents of this rank's file; `chunks(name, tensor)` returns the bytes of a tensor."""
+def contents_of(parts: Parts, chunks: Callable[[str, SavedPart], Chunks]) -> dict[str, Content]:
+    """Returns the contents of this rank's file; `chunks(name, part)` returns the bytes of a part."""
     return {
-        name: Content(dtype_name(tensor.dtype, name), tuple(tensor.shape), chunks(name, tensor))
-        for name, tensor in parts.tensors.items()
+        name: Content(dtype_name(part.dtype, name), tuple(part.shape), chunks(name, part))
+        for name, part in parts.tensors.items()
     }
 
 

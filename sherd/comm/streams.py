@@ -387,6 +387,12 @@ def streams_for(device: torch.device) -> Streams:
     return _by_device[device]
 
 
+def wait_for_copies_to(memory: torch.Tensor) -> None:
+    """Block the caller until copies to `memory`, if it is page-locked, have ended, whichever lane they are on."""
+    if memory.is_pinned():
+        torch.accelerator.synchronize()
+
+
 def copy_lane(device: torch.device) -> CommStream:
     """Returns a lane of its own on an accelerator, for copies from and to the host. No rank waits in it for another."""
     return _StreamLane(device, 0, _Notes())

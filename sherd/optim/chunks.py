@@ -485,15 +485,14 @@ def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) 
     values = group.masters.joined(all_of_it, low, carries)
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []
     try:
-        for each in group.optimizer_params:
-            shard: Any = each.parameter
-            extent = each.extent
-            part = own_view(values[extent.start : extent.stop]).view(each.shape)
+        for each, extent in group.stepped():
+            shard: Any = each
+            part = own_view(values[extent.start : extent.stop]).view(local_part(shard).shape)
             other = as_dtensor(part, in_dtype(spec_of(shard), torch.float32))
             other.requires_grad_(shard.requires_grad)
             gradient, local = shard.grad, local_part(shard)
             _exchange(shard, other, part)
-            shard.grad = gradient
+            shard.grad = None if gradient is None else gradient.to(torch.float32)
             swapped.append((shard, other, local))
         yield
         group.masters.split_into(all_of_it, values, low, carries)

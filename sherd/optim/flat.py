@@ -34,6 +34,7 @@ from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
 from sherd.tensor.optimizers import is_elementwise_class
+from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
@@ -195,6 +196,8 @@ class Stepper:
                 run, is_first = partial(self._step_lists, optimizer), not num_states
                 moments = watcher.num_moments(optimizer) if is_first else 0
                 self._last_copy = step_chunks(self._chunks, self._brought, run, moments)
+                for group in self._brought:
+                    group.arrive_by(self._last_copy)
             else:
                 with self._forms(optimizer, local.parts):
                     self._plain_step(optimizer)
@@ -286,20 +289,21 @@ Members = list[tuple[nn.Parameter, Extent]]
 
 
 def _neighbours(group: Group, index_of: Mapping[int, int], state_of: States) -> list[Members]:
-    """Returns the shards of each span: neighbours in the group's buffer with one `_span_key`.
+    """Returns the shards of each span: neighbours in the group's buffer with one `_span_key`, or its flat parameter.
 
     A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps in it.
     `index_of` has the numbers of the optimizer's parameter groups, by the id of a parameter.
     """
     numbers: dict[int, object] = {}
     keyed = []
-    for record, slot in zip(group.parameters, group.packing.slots, strict=True):
-        shard, extent = record.shard, slot.held(group.mesh.piece)
+    for shard, extent in group.stepped():
         # After `module.to()` a shard is no view of the buffer until the next forward.
-        is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, record.local)
+        local = local_part(shard)
+        is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, local)
         key = (index_of[id(shard)], *_state_key(shard, state_of, numbers)) if is_steppable else None
         keyed.append((key, shard, extent))
     # The buffer has the shards in an order of its own, in which neighbours become one span.
+    keyed = [each for each in keyed if not group.is_flat or each[0] is not None]
     keyed.sort(key=lambda each: each[2].start)
     nonempty = (each for each in keyed if each[2].numel)
     spans = [(key, [each[1:] for each in members]) for key, members in groupby(nonempty, key=itemgetter(0))]

@@ -29,6 +29,7 @@ from sherd.layout.placement import Shape
 from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
 from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, OTHERS, Reported
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
+from sherd.optim.loaded import at_rest
 from sherd.optim.matrix_plan import Group, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.under_way import Parts, carry_out
@@ -198,7 +199,7 @@ class MatrixOptimizer(Optimizer):
                 loaded = given.get(key_of_id[id(parameter)], {})
                 for name, dtype in self._dtypes(group, parameter).items():
                     if name in loaded:
-                        self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
+                        self.state[parameter][name] = at_rest(parameter, loaded[name].clone(), dtype)
 
     def _foreign(self, group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> set[str]:
         """Returns the keys of a parameter's state that its group cannot use."""

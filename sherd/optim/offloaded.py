@@ -59,4 +59,6 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
     last = step_chunks([chunk], groups, run)
     assert last is not None, "there is a chunk"
     _copies[optimizer] = last
+    for group in groups:
+        group.arrive_by(last)
     return results[0]

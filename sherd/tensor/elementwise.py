@@ -49,7 +49,7 @@ from sherd.tensor.table import (
 
 # Elementwise operations that torch does not tag as pointwise.
 ALSO_ELEMENTWISE = (
-    "_conj", "_conj_physical", "_neg_view", "_pin_memory", "_to_copy", "alias", "conj", "detach", "detach_",
+    "_conj", "_conj_physical", "_neg_view", "_pin_memory", "_to_copy", "conj", "detach_",
     "empty_like", "fill", "fill_", "full_like", "imag", "is_pinned", "lift_fresh", "masked_fill_", "ones_like",
     "pin_memory", "real", "record_stream", "resolve_conj", "resolve_neg", "where", "zero", "zero_", "zeros_like",
 )  # fmt: skip
@@ -85,6 +85,14 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     if "out" in kwargs:
         return first
     return args[0] if result is shards[0] else with_changed(result, torch.Tensor, first.around)
+
+
+@SHARDED.answers("detach", "alias")
+@answers("detach", "alias")
+def outside_autograd(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns a tensor around the same local one, so that its version tells of writes to `tensor.data.to_local()`."""
+    local = local_tensor(args[0])
+    return args[0].around(local if type(local) is torch.Tensor else func(local))
 
 
 SHARDED.answers("pointwise", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))

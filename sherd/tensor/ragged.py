@@ -393,4 +393,13 @@ def _broadcast(
     theirs(sent, local, keys, *more)
 
 
-answer_checkpointing({"_distribute_tensors": _distributed, "_broadcast_tensors": _broadcast})
+def _distributed_there(theirs: Callable[..., DTensor], tensor: torch.Tensor, *more: object) -> DTensor:
+    """Distribute a tensor in the memory that it is in, for state that rests on the host: torch's is on the mesh's."""
+    made = theirs(tensor, *more)
+    is_there = local_tensor(made).device.type == tensor.device.type
+    return made if is_there else as_dtensor(local_tensor(made).to(tensor.device), spec_of(made))
+
+
+answer_checkpointing(
+    {"_distribute_tensors": _distributed, "_broadcast_tensors": _broadcast, "distribute_tensor": _distributed_there}
+)

@@ -39,6 +39,7 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.comm.failures import announced
+from sherd.comm.streams import wait_for_copies_to
 from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
@@ -102,6 +103,7 @@ class OwnDTensor(ReadableDTensor):
             return known
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
+        wait_for_copies_to(local_tensor(self))
         copied: Any = self.around(local_tensor(self).detach().clone())
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, self.requires_grad)  # of the class of its data
@@ -112,7 +114,8 @@ class OwnDTensor(ReadableDTensor):
         return copied  # type: ignore[no-any-return]
 
     def warn_of_pickle(self) -> None:
-        """Warn that a pickle holds this rank's part, under the shape of the unsharded tensor."""
+        """Warn that a pickle holds this rank's part, under the shape of the unsharded tensor, once that is there."""
+        wait_for_copies_to(local_tensor(self))
         if self.device_mesh.size() > 1:
             warnings.warn(
                 "a sharded tensor is pickled, as by torch.save: this rank's part alone is written, which loads on as "

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd.comm.streams import wait_for_copies_to
 from sherd.engine import ShardedParameter
 from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import Stateful
@@ -61,6 +62,7 @@ class Snapshot:
     def keep_stepped(self, optimizer: Optimizer) -> None:
         """Copy the parameters, state and settings of `optimizer`, too, which is about to step."""
         state = optimizer.state
+        self._undo += _masters(optimizer)  # undone last, when the weights are back
         for group in optimizer.param_groups:
             self._undo += [_values(each) for each in group["params"]]
             self._undo.append(_entries(group, but=("params",)))
@@ -76,13 +78,23 @@ class Snapshot:
 
 def _values(tensor: torch.Tensor) -> Undo:
     part = local_part(tensor)
+    wait_for_copies_to(part)  # of a step before
     kept = part.detach().clone()
 
     def undo() -> None:
+        wait_for_copies_to(part)  # of the step that is undone
         if not torch.equal(part, kept):  # an expanded tensor cannot be written, so no step changed it
             part.detach().copy_(kept)
 
     return undo
+
+
+def _masters(optimizer: Optimizer) -> list[Undo]:
+    """Keeps the low bits of float32 masters, which come back when the weights are back."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    records = (record for each in parameters if (record := ShardedParameter.of(each)) is not None)
+    found = {id(each.masters[0]): each.masters[0] for each in records if each.masters is not None}
+    return [masters.kept() for masters in found.values()]
 
 
 def _gradient(parameter: nn.Parameter) -> Undo:

@@ -46,12 +46,12 @@ def masters_of(model):
     return found
 
 
-def sharded(policy, dtype, placement=None, reduce_dtype=None):
+def sharded(policy, dtype, placement=None, reduce_dtype=None, **options):
     torch.manual_seed(0)
     model = chain(2, 24).append(nn.Linear(24, 5)).to(torch.bfloat16).to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for unit in (*model[:2], model):
-        fully_shard(unit, offload_policy=policy, placement=placement, mp_policy=precision)
+        fully_shard(unit, offload_policy=policy, placement=placement, mp_policy=precision, **options)
     return model
 
 

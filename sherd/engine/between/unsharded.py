@@ -159,13 +159,16 @@ class UnshardedCopies:
         changed = []
         for record in (record for record, _, _ in taken if id(record) in present):
             unsharded = present[id(record)]
-            record.local.copy_(record.part_of(local_part(unsharded).detach()))
+            record.write(record.part_of(local_part(unsharded).detach()))
             # A change on any rank makes all give up a backward that is to come. So the digest is of the unsharded
             # tensor; it takes less memory than a copy.
             before = self._digests.get(id(record))
             if before is not None and not torch.equal(before, _digest(unsharded)):
                 changed.append(record.optimizer_param)
         torch.autograd.graph.increment_version([each for each in changed if not each.is_inference()])
+        for weights in self.unit.weights:
+            if weights.group.masters is not None:
+                weights.group.masters.note()
         self.unit.shards_written()
         if self._terms.with_grads:
             for weights in self.unit.weights:

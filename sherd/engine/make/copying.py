@@ -143,6 +143,8 @@ def _remake(unit: Unit, memo: Memo) -> None:
             _taken=weakref.WeakValueDictionary(),
         )
         copied.claim(shard)
+        if record.masters is not None:
+            copied.have_masters(*record.masters)
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
     new = Unit(

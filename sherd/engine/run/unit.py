@@ -318,6 +318,7 @@ class Unit(UnitGroups):
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
         self.shards.settle()
+        self.shards.settle_masters()
 
     # What the user asks for
 

@@ -35,7 +35,7 @@ from sherd._torch import (
     swap_devices,
 )
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams
+from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
@@ -277,6 +277,7 @@ class ShardMemory:
             if (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
                 local.copy_(given)
                 rest_on(as_sharded(optimizer_param), local)
+                record.keep_grad_dtype()
         self.note()
 
 
@@ -412,7 +413,8 @@ class Group:
         if precision.keep_low_precision_grads:
             # As in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
             self.grad_dtype = self.reduce_dtype if self.is_one_piece else self.compute_dtype
-        has_masters = place.masters is not None and key.trainable and self.dtype is torch.bfloat16
+        is_mastered = key.trainable or any(each.masters for each in self.parameters)
+        has_masters = place.masters is not None and is_mastered and self.dtype is torch.bfloat16
         if has_masters and not key.grad_dtype:
             self.grad_dtype = torch.float32
         self.arriving = _arriving(key, self.reduce_dtype, asked is None)
@@ -436,8 +438,11 @@ class Group:
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
         if key.grad_dtype or self.grad_dtype != self.dtype:
             for parameter in (each.parameter for each in self.optimizer_params):
-                set_grad_dtype(parameter, None if key.grad_dtype == (None,) else self.grad_dtype)
+                takes_any = key.grad_dtype == (None,) or (has_masters and not key.grad_dtype)
+                set_grad_dtype(parameter, None if takes_any else self.grad_dtype)
         self.masters = self._make_masters() if has_masters else None
+        for record in self.parameters if self.masters is None else ():
+            record.have_masters(None, Extent(0, 0))  # `module.to()` has given it another dtype
         # Last, because it remembers the memory that the lines above have given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
@@ -445,17 +450,13 @@ class Group:
         """Returns masters with the values that the parameters' masters had in another group."""
         from sherd.engine.state.masters import Masters  # seldom needed, so loaded late: tests/test_storeys.py
 
+        held = list(zip(self.parameters, (slot.held(self.mesh.piece) for slot in self.packing.slots), strict=True))
         low = self.place.belonging(self.place.masters, self.shard_buffer, self.shard_numel, torch.int16)
-        masters = Masters(self.shard_buffer, [(each.parameter, each.extent) for each in self.optimizer_params], low)
-        held = [slot.held(self.mesh.piece) for slot in self.packing.slots]
-        if any(record.masters for record in self.parameters):
-            values = self.shard_buffer.float()
-            for record, own in zip(self.parameters, held, strict=True):
-                if record.masters is not None:
-                    before, extent = record.masters
-                    values[own.start : own.stop] = before.full()[extent.start : extent.stop]
-            masters.put(values)
-        for record, own in zip(self.parameters, held, strict=True):
+        masters = Masters(self.shard_buffer, held, low)
+        for record, own in held:
+            if record.masters is not None and not self.shard_buffer.is_meta:
+                before, extent = record.masters
+                masters.put(own, before.of_weights(extent, self.shard_buffer[own.start : own.stop]))
             record.have_masters(masters, own)
         return masters
 
@@ -474,6 +475,12 @@ class Group:
             for index, (record, slot) in enumerate(zip(self.parameters, packing.slots, strict=True))
         )
 
+    def stepped(self) -> Iterator[tuple[nn.Parameter, Extent]]:
+        """Yields the parameters that optimizers may step, with their places: the members of a flat parameter, too."""
+        yield from ((each.parameter, each.extent) for each in self.optimizer_params)
+        for record, slot in zip(self.parameters, self.packing.slots, strict=True) if self.is_flat else ():
+            yield record.shard, slot.held(self.mesh.piece)
+
     def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:
         """Returns whether a member of `optimizer_param` is registered at one of the modules with these ids."""
         places = (place for index in optimizer_param.members for place in self.parameters[index].places)
@@ -483,6 +490,11 @@ class Group:
     def is_brought(self) -> bool:
         """True if something of the group comes from elsewhere for its optimizer step."""
         return self.place.brings_state or self.masters is not None
+
+    def arrive_by(self, copies: Handoff | None) -> None:
+        """Note the copies, if any, by which low bits of a step come to where they rest."""
+        if self.masters is not None:
+            self.masters.arrive_by(copies)
 
     @property
     def is_flat(self) -> bool:

@@ -33,6 +33,7 @@ from sherd._torch import (
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.compared import Compared
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
+from sherd.layout.extent import Extent
 from sherd.layout.placement import Cut
 from sherd.layout.runs import whole_on
 from sherd.tensor.gather import part_given, shard_of
@@ -42,8 +43,8 @@ from sherd.tensor.spmd_types import SpmdTypes, untyped
 from sherd.tensor.tensor_parallel import own_spec
 
 if TYPE_CHECKING:
+    from sherd.engine.state.fetching import RestingPlace
     from sherd.engine.state.masters import Masters
-    from sherd.layout.extent import Extent
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """The record of each tensor, by the tensor's id, and a reference to the tensor where the record does not hold it.
@@ -182,6 +183,7 @@ class Owner(Protocol):
 
     id: int
     compared: Compared
+    place: RestingPlace
     was_unsynced: bool
 
     @property
@@ -279,8 +281,8 @@ class ShardedParameter:
         cut = torch.tensor(begun[0], dtype=torch.float64).to(self.dtype).to(gathered.dtype)
         return repr(_few(gathered)) != repr(cut.tolist())
 
-    def have_masters(self, masters: Masters, extent: Extent) -> None:
-        self.masters = masters, extent
+    def have_masters(self, masters: Masters | None, extent: Extent) -> None:
+        self.masters = None if masters is None else (masters, extent)
 
     def share_attributes(self, form: torch.Tensor) -> None:
         """Let `form`, a form of this parameter, share the attributes that users write on any form.
@@ -306,8 +308,10 @@ class ShardedParameter:
             True if a user has set another one since the last call.
         """
         given = grad_dtype_of(self.shard) if self.flat is None else self.grad_dtype
-        if self.masters is not None and given == (torch.float32,):
-            given = ()  # the group's, for the masters
+        if self.masters is not None and not self.grad_dtype and given in ((), (None,)):
+            if self.flat is None:
+                set_grad_dtype(self.shard, None)
+            return False  # the group's: float32 for masters, or what others give
         if self.grad_dtype and not given:
             set_grad_dtype(self.shard, self.grad_dtype[0])
         changed, self.grad_dtype = bool(given) and given != self.grad_dtype, given or self.grad_dtype
@@ -376,6 +380,40 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
         return local_tensor(as_sharded(self.shard))
+
+    def write(self, part: torch.Tensor) -> None:
+        """Write this rank's part, in any dtype, to the shard. Elements that change are their own masters."""
+        if self.masters is None:
+            self.local.copy_(part)
+        else:
+            masters, own = self.masters
+            local = part.to(self.local.device, self.dtype)
+            masters.put(own, masters.of_weights(own, local.reshape(-1)))
+
+    def around(self, local: torch.Tensor) -> DTensor:
+        """Returns a DTensor around `local`, in the layout of the shard and the dtype of `local`."""
+        return as_dtensor(local, in_dtype(spec_of(as_sharded(self.shard)), local.dtype))
+
+    @property
+    def forms(self) -> tuple[torch.Tensor, ...]:
+        """The tensors by which the shard may be written."""
+        return self.optimizer_param, self.shard, self.resting, self.local
+
+    def masters_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the masters of a part of the shard, float32. `part` is the view of a tensor like `local` on meta."""
+        masters, own = self._own_masters
+        held = Extent(own.start + int(part.storage_offset()), part.numel())
+        return masters.part(held).view(part.shape)
+
+    def put_masters(self, local: torch.Tensor) -> None:
+        """Make `local`, float32 in the shape of the shard, the masters, and the shard these rounded."""
+        masters, own = self._own_masters
+        masters.put(own, local.reshape(-1))
+
+    @property
+    def _own_masters(self) -> tuple[Masters, Extent]:
+        assert self.masters is not None, "a caller looks whether there are masters"
+        return self.masters
 
     @property
     def gradient_cut(self) -> Cut:

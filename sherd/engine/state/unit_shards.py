@@ -103,6 +103,12 @@ class UnitShards:
             group.shard_memory.settle()
         return bool(moved)
 
+    def settle_masters(self) -> None:
+        """Make what a user has written to shards its own master."""
+        for group in self._groups:
+            if group.masters is not None:
+                group.masters.settle()
+
     @property
     def have_moved(self) -> bool:
         """True if a user gave shards other memory."""
