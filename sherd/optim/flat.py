@@ -293,10 +293,13 @@ def _neighbours(group: Group, index_of: Mapping[int, int], state_of: States) -> 
     """
     numbers: dict[int, object] = {}
     keyed = []
-    for record, slot in zip(group.parameters, group.packing.slots, strict=True):
-        shard, extent = record.shard, slot.held(group.mesh.piece)
+    slots = zip(group.parameters, group.packing.slots, strict=True)
+    given = [(record.shard, slot.held(group.mesh.piece), record.local) for record, slot in slots]
+    if group.is_flat and group.is_brought and id(flat := group.optimizer_params[0].parameter) in index_of:
+        given = [(flat, group.used, group.parameters[0].resting)]
+    for shard, extent, local in given:
         # After `module.to()` a shard is no view of the buffer until the next forward.
-        is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, record.local)
+        is_steppable = id(shard) in index_of and fits(shard, shard.grad) and group.has_at(extent.start, local)
         key = (index_of[id(shard)], *_state_key(shard, state_of, numbers)) if is_steppable else None
         keyed.append((key, shard, extent))
     # The buffer has the shards in an order of its own, in which neighbours become one span.

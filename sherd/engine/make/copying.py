@@ -142,6 +142,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
             _owner=None,
             _taken=weakref.WeakValueDictionary(),
         )
+        copied.masters = record.masters  # of which the copy's group makes its own
         copied.claim(shard)
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]

@@ -448,11 +448,12 @@ class Group:
         low = self.place.belonging(self.place.masters, self.shard_buffer, self.shard_numel, torch.int16)
         masters = Masters(self.shard_buffer, [(each.parameter, each.extent) for each in self.optimizer_params], low)
         held = [slot.held(self.mesh.piece) for slot in self.packing.slots]
-        if any(record.masters for record in self.parameters):
+        earlier = [record.masters for record in self.parameters]
+        if any(each is not None and not each[0].low.is_meta for each in earlier):
             values = self.shard_buffer.float()
-            for record, own in zip(self.parameters, held, strict=True):
-                if record.masters is not None:
-                    before, extent = record.masters
+            for each, own in zip(earlier, held, strict=True):
+                if each is not None and not each[0].low.is_meta:
+                    before, extent = each
                     values[own.start : own.stop] = before.full()[extent.start : extent.stop]
             masters.put(values)
         for record, own in zip(self.parameters, held, strict=True):

@@ -306,8 +306,9 @@ class ShardedParameter:
             True if a user has set another one since the last call.
         """
         given = grad_dtype_of(self.shard) if self.flat is None else self.grad_dtype
-        if self.masters is not None and given == (torch.float32,):
-            given = ()  # the group's, for the masters
+        if self.masters is not None and self.flat is None and not self.grad_dtype and given in ((), (torch.float32,)):
+            set_grad_dtype(self.shard, torch.float32)  # the group's, for the masters
+            return False
         if self.grad_dtype and not given:
             set_grad_dtype(self.shard, self.grad_dtype[0])
         changed, self.grad_dtype = bool(given) and given != self.grad_dtype, given or self.grad_dtype
