@@ -28,7 +28,7 @@ from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
 from sherd.optim.on_disk import Staged, vectors_on
 from sherd.policy import Disk
-from sherd.tensor.local_step import LocalStep, SteppedSpan
+from sherd.tensor.local_step import LocalStep, SteppedSpan, of_no_parameter
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.sharded import rest_on
@@ -206,11 +206,14 @@ class SpanState:
         self._to_write: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Note the state before the step. What was loaded goes to where it rests."""
-        state = self._states.get(self.span.flat, {})
+        """Note the state before the step. What was loaded, or made with the optimizer, goes to where it rests."""
+        state, masters = self._states.get(self.span.flat, {}), self._group.masters
         for key, value in state.items():
-            if _is_vector(value) and not self._is_in_place(value):
-                state[key] = self._empty(key, value).copy_(value)
+            if _is_vector(value):
+                # An optimizer makes state for parameters in bfloat16, and steps float32.
+                given = value.float() if masters is not None and value.dtype is self._group.dtype else value
+                if given is not value or not self._is_in_place(value):
+                    state[key] = self._empty(key, given).copy_(given)
         # Parts of a span are stepped one after another, each with its own count of steps.
         self._before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
         self._staged.clear()
@@ -434,17 +437,18 @@ class Shards(Chunk):
         stepped = [(each.parameter, group) for group in groups for each in group.optimizer_params]
         stepped += [(each.shard, group) for group in groups for each in group.parameters]  # of a flat parameter
         self._group_of = {id(each): group for each, group in stepped}
-        self._state: States = defaultdict(dict)
+        self._state: dict[Any, State] = defaultdict(dict)
         self._brought: dict[int, Any] = {}
         self._masters: list[tuple[Group, torch.Tensor, torch.Tensor]] = []
+        self._swapped = ExitStack()
 
     def fetch(self, async_op: bool) -> None:
+        self._state |= of_no_parameter(self._resting)
         for each in self._stepped:
             if each in self._resting:
-                state, group = self._resting[each], self._group_of.get(id(each))
-                if group is not None:
-                    state = {key: _near(value, group.shard_buffer.device) for key, value in state.items()}
-                self._state[each] = dict(state)
+                # Also that of a span without elements, which may be a part of state that rests elsewhere.
+                device = local_part(each).device
+                state = self._state[each] = {key: _near(value, device) for key, value in self._resting[each].items()}
                 self._brought |= {id(value): value for value in state.values()}
         for group in self._groups:
             if group.masters is not None:
@@ -452,10 +456,27 @@ class Shards(Chunk):
                 self._masters.append((group, _near(masters.low, device), _near(masters.carries, device)))
 
     def step(self, run: Run) -> None:
-        with ExitStack() as stack:
-            for group, low, carries in self._masters:
-                stack.enter_context(_stepped_as_masters(group, low, carries))
+        with self._swapped:
+            self._swap()
             run(self._lists, self._state)
+
+    def _swap(self) -> None:
+        for group, low, carries in self._masters:
+            self._swapped.enter_context(_stepped_as_masters(group, low, carries))
+
+    def around_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
+        """Returns `closure`, inside of which the shards are shards: it computes a loss and new gradients."""
+
+        def with_shards() -> object:
+            self._swapped.close()
+            for group, _, _ in self._masters:
+                assert group.masters is not None
+                group.masters.note_step()
+            loss = closure()
+            self._swap()
+            return loss
+
+        return with_shards
 
     def store(self, async_op: bool) -> None:
         for each in self._stepped:
@@ -465,6 +486,7 @@ class Shards(Chunk):
                 if group is not None and group.place.brings_state:
                     now = {key: _far(value, before.get(key), group) for key, value in now.items()}
                 self._resting[each] = now
+        self._resting.update(of_no_parameter(self._state))
         for group, low, carries in self._masters:
             assert group.masters is not None
             for near, far in ((low, group.masters.low), (carries, group.masters.carries)):
@@ -472,7 +494,8 @@ class Shards(Chunk):
                     far.copy_(near, non_blocking=True)
 
     def drop(self, gone: Handoff) -> None:
-        if any(id(value) not in self._brought for state in self._state.values() for value in state.values()):
+        made = (value for each in self._stepped for value in self._state.get(each, {}).values())
+        if any(id(value) not in self._brought for value in made):
             gone.wait()  # the step has made it, so it is compute's memory
         self._state, self._masters, self._brought = defaultdict(dict), [], {}
 

@@ -25,6 +25,8 @@ _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictio
 _copies: weakref.WeakKeyDictionary[Optimizer, Handoff] = weakref.WeakKeyDictionary()
 """The last copy of each other optimizer's state to where it rests."""
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that have all of their state, and the masters, where they step."""
 
 
 def _wait_for_copies(optimizer: Optimizer) -> None:
@@ -34,6 +36,8 @@ def _wait_for_copies(optimizer: Optimizer) -> None:
 
 def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Step:
     """Returns how `optimizer` steps, given the `groups` of which something comes for a step, and how it steps else."""
+    if optimizer in _stepping:  # the step of a subclass calls that of torch's class
+        return step
     if is_elementwise_class(type(optimizer)):
         if optimizer not in _steppers:
             stepper = _steppers[optimizer] = Stepper(type(optimizer))
@@ -51,10 +55,16 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
     # All at once: products of matrices by the unit are rounded otherwise than those of all matrices of a shape.
     chunk = Shards([group["params"] for group in optimizer.param_groups], optimizer.state, groups)
     results = []
+    args = tuple(chunk.around_closure(each) if callable(each) else each for each in args)
+    kwargs = {key: chunk.around_closure(each) if callable(each) else each for key, each in kwargs.items()}
 
     def run(lists: Lists, state: States) -> None:
-        with params_replaced(optimizer, lists, state):
-            results.append(step(*args, **kwargs))
+        _stepping.add(optimizer)
+        try:
+            with params_replaced(optimizer, lists, state):
+                results.append(step(*args, **kwargs))
+        finally:
+            _stepping.remove(optimizer)
 
     last = step_chunks([chunk], groups, run)
     assert last is not None, "there is a chunk"

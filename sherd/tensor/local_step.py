@@ -86,7 +86,7 @@ class LocalStep:
             if state := span.joined_state(self._user_state, self.views):
                 self.state[span.flat] = state
                 self.views |= span.hand_out(state, self._user_state)
-        self.state |= _of_no_parameter(self._user_state)
+        self.state |= of_no_parameter(self._user_state)
         self._note()
 
     def _note(self) -> None:
@@ -158,7 +158,7 @@ class LocalStep:
             span.flat.grad = None
         if len(self.state) == self._num_states and are_same(_values_of(self.state.values()), self._values):
             return
-        self._user_state |= _of_no_parameter(self.state)
+        self._user_state |= of_no_parameter(self.state)
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
@@ -394,7 +394,7 @@ def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _of_no_parameter(states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, Any]:
+def of_no_parameter(states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, Any]:
     """Returns what some optimizers keep in their state for no parameter, such as a count of all steps."""
     return {key: each for key, each in states.items() if not isinstance(key, torch.Tensor)}
 

@@ -93,10 +93,36 @@ def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
         assert all(sim_world(2, pause_us=200, seed=1).run(is_same, AXES[axis], *options).values), options
 
 
+class Counting(optim.Optimizer):
+    """Has state of no parameter, which the step goes by."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        number = self.state["all"]["number"] = self.state["all"].get("number", 0) + 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                mean = self.state[each].setdefault("mean", torch.zeros_like(each))
+                each.sub_(mean.mul_(0.9).add_(each.grad), alpha=group["lr"] / number)
+
+
+class Subclass(optim.AdamW):
+    """Calls the step of torch's class, which has steps of its own in chunks."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+OPTIMIZERS = {"state of no parameter": Counting, "subclass": Subclass}
+
+
 def otherwise(policy: OffloadPolicy, how: str) -> list[Tensor]:
     """The unsharded parameters after steps in another kind of loop."""
-    model = model_of(policy)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    model = model_of(policy, placement=Blocks(2) if how == "some without gradients" else None)
+    optim.AdamW([nn.Parameter(torch.ones(1))])  # torch prepares a class's step with its first object
+    optimizer = OPTIMIZERS.get(how, optim.AdamW)(model.parameters(), lr=1e-2)
     scaler = sherd.ShardedGradScaler("sim", init_scale=8.0, enabled=how == "scaler")
     if how == "step in backward":
         sherd.step_in_backward(model, optimizer)
@@ -147,7 +173,7 @@ def test_masters_have_the_same_values_wherever_they_rest(sim_world, tmp_path):
 
 @pytest.mark.values
 @pytest.mark.parametrize("axis", ["state", "step"])
-@pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients"])
+@pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients", *OPTIMIZERS])
 def test_other_loops_have_the_values_of_no_offload(axis, how, sim_world):
     assert all(sim_world(2, pause_us=200, seed=4).run(is_same_otherwise, AXES[axis], how).values)
 
@@ -188,6 +214,35 @@ def is_same_wrapped(policy: OffloadPolicy, flat: bool) -> bool:
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_wrapper_takes_the_policy_as_cpu_offload(axis, flat, sim_world):
     assert all(sim_world(2, pause_us=200, seed=3).run(is_same_wrapped, AXES[axis], flat).values)
+
+
+def where_flat_state_rests() -> set[str]:
+    mesh, device = init_device_mesh("sim", (2,)), torch.accelerator.current_device_index()
+    model = sherd.FullyShardedDataParallel(chain(1, WIDTH), cpu_offload=STATE, device_mesh=mesh, device_id=device)
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.ones(2, WIDTH, device="sim")).sum().backward()
+    optimizer.step()
+    return {each.device.type for state in optimizer.state.values() for each in state.values()}
+
+
+def test_state_of_a_flat_parameter_rests_on_the_host(sim_world):
+    assert sim_world(2).run(where_flat_state_rests).values == [{"cpu"}] * 2
+
+
+def scaled_on_the_host() -> tuple[float, bool]:
+    """The count of steps, and whether the weights are as before, after a fused step with inf among the gradients."""
+    model = model_of(ON_HOST)
+    before = [each.to_local().clone() for each in model.parameters()]
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    scaler = sherd.ShardedGradScaler("sim", init_scale=8.0)
+    scaler.scale(model(torch.full((3, WIDTH), torch.inf, device="sim")).sum()).backward()
+    scaler.step(optimizer)
+    same = all(torch.equal(one, each.to_local()) for one, each in zip(before, model.parameters(), strict=True))
+    return max(float(state["step"]) for state in optimizer.state.values()), same
+
+
+def test_a_fused_step_on_the_host_is_skipped_where_a_scaler_says_so(sim_world):
+    assert sim_world(2, pause_us=2000, seed=5).run(scaled_on_the_host).values == [(0.0, True)] * 2
 
 
 @pytest.mark.parametrize("axis", ["state", "step"])

@@ -1,5 +1,7 @@
 """Exact float32 masters of bfloat16 parameters: those of a training whose parameters are float32, to the last bit."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn, optim
@@ -8,7 +10,7 @@ import sherd
 from sherd import Blocks, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, fully_shard
 from sherd.engine import Unit
 from sherd.engine.state.masters import join, split
-from sherd.errors import PolicyError
+from sherd.errors import OptimizerError, PolicyError
 from tests.support.models import chain
 from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
@@ -152,3 +154,84 @@ def test_only_bfloat16_parameters_have_masters():
     model = nn.Linear(4, 4).to(torch.bfloat16)
     model.count = nn.Parameter(torch.ones(4, dtype=torch.int32), requires_grad=False)
     fully_shard(model, offload_policy=MASTERS)  # what is not trained needs none
+
+
+class Subclass(optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def adagrad(model):
+    return optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5)
+
+
+@on_threads(2)
+def test_masters_of_other_optimizers():
+    optim.AdamW([nn.Parameter(torch.ones(1))])  # torch prepares a class's step with its first object
+    for kind in (adagrad, lambda model: Subclass(model.parameters(), lr=1e-2)):
+        both = sharded(OffloadPolicy(), torch.float32), sharded(MASTERS, torch.bfloat16)
+        for model in both:
+            steps(model, kind(model), range(4))
+        assert_same(*both)
+
+
+@on_threads(2)
+def test_a_closure_meets_shards():
+    def trained(model):
+        optimizer = made(sherd.Muon, model)
+        for number in range(4):
+
+            def closure(number=number):
+                optimizer.zero_grad()
+                loss = model(torch.full((3, 24), number / 4).to(torch.bfloat16)).float().square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) is not None
+        return model
+
+    assert_same(trained(sharded(OffloadPolicy(), torch.float32)), trained(sharded(MASTERS, torch.bfloat16)))
+
+
+@on_threads(2)
+def test_they_stay_when_the_model_is_moved_or_copied():
+    plain, model = sharded(OffloadPolicy(), torch.float32), sharded(MASTERS, torch.bfloat16)
+    both = [[each, made(optim.AdamW, each)] for each in (plain, model)]
+    for each, optimizer in both:
+        steps(each, optimizer, range(2))
+        each.to("cpu", torch.bfloat16 if each is model else torch.float32)
+        steps(each, optimizer, range(2, 4))
+    assert_same(plain, model)
+    copied = copy.deepcopy(model)
+    assert_same(plain, copied)
+    for each in (plain, copied):
+        steps(each, made(optim.SGD, each), range(4, 6))
+    assert_same(plain, copied)
+
+
+@on_threads(2)
+def test_they_begin_with_weights_that_come_after_the_meta_device():
+    model = chain(1, 24).to("meta", torch.bfloat16)
+    fully_shard(model, offload_policy=MASTERS)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(0.5)
+    steps(model, made(optim.SGD, model), range(1))
+
+
+@on_threads(2)
+def test_a_flat_parameter_has_masters_under_elementwise_optimizers():
+    def wrapped(policy, dtype, **options):
+        return sherd.FullyShardedDataParallel(chain(1, 24).to(dtype), cpu_offload=policy, **options)
+
+    precision = sherd.MixedPrecision(param_dtype=torch.bfloat16)
+    plain = wrapped(OffloadPolicy(), torch.float32, mixed_precision=precision)
+    with torch.no_grad():
+        for each in plain.parameters():
+            each.copy_(each.to(torch.bfloat16))
+    model = wrapped(MASTERS, torch.bfloat16)
+    for each in (plain, model):
+        steps(each, made(optim.AdamW, each), range(3))
+    assert_same(plain, model)
+    assert "use_orig_params=True" in one_line(OptimizerError, steps, model, made(sherd.Muon, model), range(1))

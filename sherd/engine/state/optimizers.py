@@ -294,6 +294,7 @@ class _Watcher:
                     "a step, leave no_sync() before it, or use sherd.accumulate",
                     stacklevel=4,
                 )
+        _bring_flags(optimizer)
         for listener in list(self._listeners):
             listener.before_step(optimizer, [owner.id for owner in owners])
 
@@ -312,6 +313,19 @@ class _Watcher:
                 owner.shards_written()
         for listener in list(self._listeners):
             listener.after_step(optimizer)
+
+
+def _bring_flags(optimizer: Optimizer) -> None:
+    """Give an optimizer that steps on the host what a gradient scaler tells it, in host memory.
+
+    A fused step copies that without waiting, and reads it at once.
+    """
+    flags = {name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")}
+    for name, value in flags.items():
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            stepped = (each for group in optimizer.param_groups for each in group["params"])
+            if any(local_part(each).device.type == "cpu" for each in stepped):
+                setattr(optimizer, name, value.cpu())
 
 
 def bring_up_to_date(
