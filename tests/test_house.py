@@ -46,21 +46,22 @@ MOST_CODE_LINES = 60  # of a function
 # trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
 # optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048); the
 # core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`,
-# and its and the trainer's with steps as graphs (051), the core's and the tools' with gathers into place (052).
+# and its and the trainer's with steps as graphs (051), the core's and the tools' with gathers into place (052),
+# the core's and the tools' with places for each kind of state, masters, activations and losses in parts (053).
 FIGURES = {
     #                                       ceiling    goal
-    "foreign writes per 1,000 code lines": (2.8, 3.0),
+    "foreign writes per 1,000 code lines": (2.9, 3.0),
     "hidden writes, those by write_into too": (15, 0),
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the whole": (62037, 48000),
-    "lines of the core": (35804, 28000),
-    "lines of the FSDP1": (2656, 2700),
-    "lines of the plug-ins": (3374, 3400),
+    "lines of the whole": (65060, 48000),
+    "lines of the core": (38403, 28000),
+    "lines of the FSDP1": (2659, 2700),
+    "lines of the plug-ins": (3386, 3400),
     "lines of the adapters": (1603, 1500),
-    "lines of the tools": (13525, 12000),
-    "lines of the trainer": (5081, 4600),
+    "lines of the tools": (13911, 12000),
+    "lines of the trainer": (5098, 4600),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),
     "files of a walk: save": (23, 25),

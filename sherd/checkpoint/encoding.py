@@ -27,8 +27,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.files import Opened
-from sherd.tensor.ragged import local_part
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import local_part, memory_of
 
 DTYPES = {
     "BOOL": torch.bool,

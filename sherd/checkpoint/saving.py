@@ -25,8 +25,8 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import CheckpointError, OptimStateError, in_short
 from sherd.tensor.local_step import nothing_of, owned_layout
-from sherd.tensor.ragged import own_view
-from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as, memory_of
+from sherd.tensor.ragged import memory_of, own_view
+from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
 

@@ -27,7 +27,7 @@ from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, faults, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import memory_of
 
 PER_RANK = "per_rank"
 """The key of the ranks' own values in a manifest, by rank."""

@@ -13,7 +13,7 @@ import torch
 
 from sherd.policy import Disk
 from sherd.storage.scratch import Request, Scratch, ScratchFile
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import memory_of
 
 DEPTH = 8
 """Requests under way at a time: AdamW's for one chunk that comes and one that goes, twice."""

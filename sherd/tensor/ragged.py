@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn, Protocol, SupportsIndex
@@ -282,6 +283,15 @@ def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else in equal chunks."""
     return ragged_dtensor(local, spec) if is_ragged(spec) else sharded_dtensor(local, spec)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is contiguous and on the host"
+    # Not by numpy, which torch works without, and which has no bfloat16 or float8.
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.of = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ All ranks that hold parts must call the functions that gather, in the same order
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -85,12 +84,3 @@ def put(targets: Named, values: Named) -> None:
         elif isinstance(value, DTensor):
             source = full_of(value)
         local_part(target).copy_(local_part(source))
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is contiguous and on the host"
-    # Not by numpy, which torch works without, and which has no bfloat16 or float8.
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.of = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")

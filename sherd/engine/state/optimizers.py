@@ -315,17 +315,17 @@ class _Watcher:
             listener.after_step(optimizer)
 
 
-def _bring_flags(optimizer: Optimizer) -> None:
+def _bring_flags(optimizer: Any) -> None:
     """Give an optimizer that steps on the host what a gradient scaler tells it, in host memory.
 
     A fused step copies that without waiting, and reads it at once.
     """
-    flags = {name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")}
-    for name, value in flags.items():
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            stepped = (each for group in optimizer.param_groups for each in group["params"])
-            if any(local_part(each).device.type == "cpu" for each in stepped):
-                setattr(optimizer, name, value.cpu())
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    are_far = any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in (found, scale))
+    params = (each for group in optimizer.param_groups for each in group["params"]) if are_far else ()
+    if any(local_part(each).device.type == "cpu" for each in params):
+        optimizer.found_inf = None if found is None else found.cpu()
+        optimizer.grad_scale = None if scale is None else scale.cpu()
 
 
 def bring_up_to_date(

@@ -16,7 +16,7 @@ from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
 from sherd.storage.manifest import nbytes_of
 from sherd.storage.places import DiskPlace, Readable
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import memory_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The names of items in checkpoints of formats that have no names for items."""

@@ -31,7 +31,7 @@ from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.storage.places import Readable, read_exactly
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import memory_of
 from sherd.tools.convert.contents import Contents, Lazy, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
 from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of

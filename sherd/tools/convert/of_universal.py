@@ -26,7 +26,7 @@ from sherd.checkpoint.encoding import CHUNK_BYTES, DTYPES
 from sherd.errors import CheckpointError, in_short
 from sherd.layout.boxes import Box, spans, whole
 from sherd.storage.places import DiskPlace, Readable, mode_of, read_file
-from sherd.tensor.relayout import memory_of
+from sherd.tensor.ragged import memory_of
 from sherd.tools.convert.contents import MODEL, Contents, Lazy, Read, Source, Spec
 from sherd.tools.convert.of_torch import TorchFile, opened, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
