@@ -142,7 +142,8 @@ def _remake(unit: Unit, memo: Memo) -> None:
             _owner=None,
             _taken=weakref.WeakValueDictionary(),
         )
-        copied.masters = record.masters  # of which the copy's group makes its own
+        if record.masters is not None:
+            copied.have_masters(*record.masters)  # of which the copy's group makes its own
         copied.claim(shard)
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]

@@ -320,12 +320,13 @@ def _bring_flags(optimizer: Optimizer) -> None:
 
     A fused step copies that without waiting, and reads it at once.
     """
-    flags = {name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")}
-    for name, value in flags.items():
+    flags: dict[str, Any] = vars(optimizer)
+    for name in ("found_inf", "grad_scale"):
+        value = flags.get(name)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             stepped = (each for group in optimizer.param_groups for each in group["params"])
             if any(local_part(each).device.type == "cpu" for each in stepped):
-                setattr(optimizer, name, value.cpu())
+                flags[name] = value.cpu()
 
 
 def bring_up_to_date(
