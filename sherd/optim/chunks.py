@@ -284,15 +284,19 @@ class MastersOnDisk:
 
     def __init__(self, group: Group, disk: Disk) -> None:
         assert group.masters is not None
-        masters, self._disk = group.masters, vectors_on(disk)
+        self._masters, self._disk, self._name = group.masters, vectors_on(disk), group.name
+
+    def begin(self) -> None:
+        """Put them there before the first step. Raises ScratchError."""
+        masters = self._masters
         if not self._disk.has(masters.low):
             own = [(each.numel(), each.dtype) for each in (masters.low, masters.carries)]
-            low, carries = (self._disk.empty(f"masters of {group.name}", *each) for each in own)
+            low, carries = (self._disk.empty(f"masters of {self._name}", *each) for each in own)
             masters.rest_in(low, carries)
-        self._low, self._carries = masters.low, masters.carries
 
     def _places(self, extent: Extent) -> list[tuple[torch.Tensor, int, int]]:
-        return [(self._low, extent.start, extent.stop), (self._carries, extent.start // 8, -(-extent.stop // 8))]
+        low, carries = self._masters.low, self._masters.carries
+        return [(low, extent.start, extent.stop), (carries, extent.start // 8, -(-extent.stop // 8))]
 
     def read(self, extent: Extent, pinned: bool) -> list[Staged]:
         return [self._disk.read(vector, start, stop, pinned) for vector, start, stop in self._places(extent)]
@@ -343,6 +347,8 @@ class RangeChunk(Chunk):
         for each, start, _ in self._parts:
             if start == 0:
                 each.begin()
+        if self._on_disk is not None:
+            self._on_disk.begin()
 
     def read(self) -> None:
         for each, start, stop in self._parts:
@@ -441,6 +447,11 @@ class Shards(Chunk):
         self._brought: dict[int, Any] = {}
         self._masters: list[tuple[Group, torch.Tensor, torch.Tensor]] = []
         self._swapped = ExitStack()
+
+    def begin(self) -> None:
+        for group in self._groups:
+            if group.masters is not None and isinstance(group.place.masters, Disk):
+                MastersOnDisk(group, group.place.masters).begin()
 
     def fetch(self, async_op: bool) -> None:
         self._state |= of_no_parameter(self._resting)

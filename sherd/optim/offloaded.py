@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from sherd.comm.streams import Handoff
 from sherd.engine import Group
+from sherd.errors import OptimizerError
 from sherd.optim.chunks import Lists, Shards, States, step_chunks
 from sherd.optim.flat import Stepper, step_spans, with_own_counts
 from sherd.tensor.local_step import params_replaced
@@ -35,7 +36,11 @@ def _wait_for_copies(optimizer: Optimizer) -> None:
 
 
 def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Step:
-    """Returns how `optimizer` steps, given the `groups` of which something comes for a step, and how it steps else."""
+    """Returns how `optimizer` steps, given the `groups` of which something comes for a step, and how it steps else.
+
+    Raises:
+        OptimizerError: LBFGS, of parameters with masters.
+    """
     if optimizer in _stepping:  # the step of a subclass calls that of torch's class
         return step
     if is_elementwise_class(type(optimizer)):
@@ -44,6 +49,13 @@ def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Ste
             optimizer.register_state_dict_pre_hook(lambda _: stepper.wait_for_copies())
             optimizer.register_state_dict_post_hook(lambda _, state_dict: with_own_counts(state_dict))
         return partial(step_spans, _steppers[optimizer], optimizer)
+    if isinstance(optimizer, LBFGS):
+        masters = [group.name for group in groups if group.masters is not None]
+        if masters:
+            raise OptimizerError(
+                f"LBFGS joins all parameters in one line, and {masters[0]} has masters in parts: leave masters out, or "
+                "keep the parameters in float32"
+            )
     if optimizer not in _known:
         _known.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait_for_copies)

@@ -109,5 +109,5 @@ _by_path: dict[str, DiskVectors] = {}
 def vectors_on(disk: Disk) -> DiskVectors:
     """Returns the vectors of this process in a folder. Raises ScratchError if it cannot be used."""
     if disk.path not in _by_path:
-        _by_path[disk.path] = DiskVectors(disk.path)
+        _by_path.setdefault(disk.path, DiskVectors(disk.path))  # another thread may have made them meanwhile
     return _by_path[disk.path]

@@ -10,7 +10,7 @@ import sherd
 from sherd import Blocks, Flat, MixedPrecisionPolicy, OffloadPolicy, Owned, fully_shard
 from sherd.engine import Unit
 from sherd.engine.state.masters import join, split
-from sherd.errors import PolicyError
+from sherd.errors import OptimizerError, PolicyError
 from tests.support.models import chain
 from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
@@ -143,6 +143,15 @@ def test_they_stay_when_the_unit_is_grouped_again():
         unit.regroup()
     after = masters_of(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@on_threads(2)
+def test_a_step_of_all_parameters_in_one_line_is_refused():
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    fully_shard(model, offload_policy=MASTERS)
+    optimizer = optim.LBFGS(model.parameters())
+    model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
+    assert "leave masters out" in one_line(OptimizerError, optimizer.step, lambda: 0.0)
 
 
 @on_threads(2)

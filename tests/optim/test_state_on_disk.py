@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import pathlib
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -13,8 +14,10 @@ from torch import nn, optim
 
 import sherd
 from sherd import Blocks, Disk, Flat, OffloadPolicy, Owned, fully_shard
+from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.optim import chunks
+from sherd.optim.on_disk import vectors_on
 from tests.optim.test_masters import made, masters_of, steps
 from tests.support.models import chain
 from tests.support.ranks import RanksFailed
@@ -76,18 +79,8 @@ def fails(folder):
     model = sharded(OffloadPolicy(optimizer=Disk(folder)))
     optimizer = made(optim.AdamW, model)
     steps(model, optimizer, range(2))
-    if torch.distributed.get_rank() == 1:
-        write = os.pwritev
-
-        def full(*arguments):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.pwritev = full
-    try:
+    with mock.patch.object(os, "pwritev", full) if torch.distributed.get_rank() else nullcontext():
         steps(model, optimizer, range(2, 3))
-    finally:
-        if torch.distributed.get_rank() == 1:
-            os.pwritev = write
 
 
 def test_a_disk_that_fails_on_one_rank_is_one_error_on_all(tmp_path, world):
@@ -96,6 +89,32 @@ def test_a_disk_that_fails_on_one_rank_is_one_error_on_all(tmp_path, world):
     assert [kind for kind, _ in failed.value.errors.values()] == [ScratchError.__name__] * 2
     assert len({text.partition("]")[2] for _, text in failed.value.errors.values()}) == 1
     assert all("free space" in text for _, text in failed.value.errors.values())
+
+
+def has_no_space_for_masters(folder):
+    model = sharded(OffloadPolicy(masters=Disk(folder)))
+    optimizer = made(optim.AdamW, model)
+    with mock.patch.object(os, "posix_fallocate", full) if torch.distributed.get_rank() else nullcontext():
+        steps(model, optimizer, range(1))
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_masters_without_space_on_one_rank_are_one_error_on_all(tmp_path, world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(has_no_space_for_masters, str(tmp_path), timeout=60.0)
+    assert [kind for kind, _ in failed.value.errors.values()] == [ScratchError.__name__] * 2
+
+
+@on_threads(2, kind=[optim.AdamW, sherd.Muon])
+def test_masters_rest_on_the_disk_under_every_optimizer(kind, tmp_path):
+    disk = Disk(str(tmp_path))
+    model = sharded(OffloadPolicy(masters=disk))
+    steps(model, made(kind, model), range(2))
+    groups = [weights.group for unit in Unit.below(model) for weights in unit.weights]
+    assert all(vectors_on(disk).has(group.masters.low) for group in groups)
 
 
 def test_a_disk_that_is_too_small_is_known_before_the_first_step(tmp_path, threads, monkeypatch):
