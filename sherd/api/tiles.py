@@ -50,7 +50,8 @@ def tiled(module: Callable[[Tensor], Tensor], x: Tensor, *, tiles: int, dim: int
     if not -x.dim() <= dim < x.dim():
         raise PolicyError(f"tiled(dim={dim}): x has the shape {tuple(x.shape)}")
     of_tiles = partial(_of_tiles, module, tiles, dim)
-    if isinstance(module, nn.Module) and (unit := Unit.of(module)) is not None:
+    # The attribute is looked for by itself, because Dynamo does not trace `Unit.of`.
+    if isinstance(module, nn.Module) and hasattr(module, Unit.ATTRIBUTES[0]) and (unit := Unit.of(module)) is not None:
         output: Tensor = BoundForward(unit, module, of_tiles)(x)
         return output
     return of_tiles(x)

@@ -211,8 +211,8 @@ def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_d
     assert model[0].weight.grad is not None
 
 
-def test_one_line_waits_for_a_device_and_none_marks_tensors_as_used_by_a_stream():
-    """The line that CPU offload needs, for gradients in host memory."""
+def test_two_lines_wait_for_a_device_and_none_marks_tensors_as_used_by_a_stream():
+    """Those that offload needs: for gradients in host memory, and for state there that is copied or pickled."""
     package = Path(__file__).parents[2] / "sherd"
     found = [
         f"{file.relative_to(package)} .{node.attr}"
@@ -221,4 +221,4 @@ def test_one_line_waits_for_a_device_and_none_marks_tensors_as_used_by_a_stream(
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"synchronize", "record_stream"}
     ]
-    assert found == ["comm/streams.py .synchronize"]
+    assert found == ["comm/streams.py .synchronize"] * 2
