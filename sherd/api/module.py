@@ -34,6 +34,7 @@ def _in_chunks(
     optimizer: Optimizer, plain: Callable[..., object], step: Callable[..., object]
 ) -> Callable[..., object]:
     units = [unit for ref in watcher.adopt(optimizer) if isinstance(unit := ref(), Unit)]
+    units = [unit for unit in units if unit.place.brings_state or unit.place.masters is not None]
     groups = [weights.group for unit in units for weights in unit.weights if weights.group.is_brought]
     if not groups:
         return step

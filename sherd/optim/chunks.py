@@ -42,7 +42,7 @@ CHUNK_NUMEL = 1 << 22
 longer than the host's calls."""
 
 Lists = Sequence[Sequence[torch.Tensor]]
-"""What an optimizer steps, by parameter group."""
+"""The tensors that an optimizer steps, by parameter group."""
 
 States = MutableMapping[torch.Tensor, State]
 Run = Callable[[Lists, States], None]
@@ -50,7 +50,7 @@ Run = Callable[[Lists, States], None]
 
 
 class Chunk(ABC):
-    """What is stepped together."""
+    """The tensors that are stepped together."""
 
     def begin(self) -> None:  # noqa: B027  # most have nothing to note
         """Note the state before the step."""
@@ -222,7 +222,7 @@ class SpanState:
     def read(self, start: int, stop: int) -> None:
         """Begin to read the state of a part of the span."""
         pinned = self._group.place.pinned and self._group.shard_buffer.device.type != "cpu"
-        for key, value in self._before.items() if self._disk is not None else ():
+        for key, value in self._before.items():
             if self._disk is not None and _is_vector(value):
                 self._staged[start, key] = self._disk.read(value, start, stop, pinned)
 

@@ -49,13 +49,11 @@ def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Ste
             optimizer.register_state_dict_pre_hook(lambda _: stepper.wait_for_copies())
             optimizer.register_state_dict_post_hook(lambda _, state_dict: with_own_counts(state_dict))
         return partial(step_spans, _steppers[optimizer], optimizer)
-    if isinstance(optimizer, LBFGS):
-        masters = [group.name for group in groups if group.masters is not None]
-        if masters:
-            raise OptimizerError(
-                f"LBFGS joins all parameters in one line, and {masters[0]} has masters in parts: leave masters out, or "
-                "keep the parameters in float32"
-            )
+    if isinstance(optimizer, LBFGS) and (masters := [group.name for group in groups if group.masters is not None]):
+        raise OptimizerError(
+            f"LBFGS joins all parameters in one line, and {masters[0]} has masters in parts: leave masters out, or "
+            "keep the parameters in float32"
+        )
     if optimizer not in _known:
         _known.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait_for_copies)

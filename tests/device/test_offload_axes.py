@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 import simdevice
-from sherd import Blocks, CPUOffloadPolicy, Disk, Flat, OffloadPolicy, Owned
+from sherd import Blocks, CPUOffloadPolicy, Disk, OffloadPolicy
 from sherd.optim import chunks
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
+from tests.optim.test_masters import KINDS, made
 from tests.support.models import chain, noise
 
 WIDTH = 24
@@ -39,12 +40,6 @@ def model_of(policy: OffloadPolicy, dtype: torch.dtype = torch.float32, **option
     for unit in (*model[:3], model):
         sherd.fully_shard(unit, mesh=mesh, offload_policy=policy, **options)
     return model
-
-
-def made(kind: Any, model: nn.Module) -> Any:
-    if kind is sherd.Muon:
-        return sherd.Muon(model, lr=1e-2)
-    return kind(model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is optim.SGD else {}))
 
 
 def stepped(model: Any, optimizer: Any, steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -72,16 +67,6 @@ def is_same(policy: OffloadPolicy, *options: Any, chunk: int = 64) -> bool:
     with mock.patch.object(chunks, "CHUNK_NUMEL", chunk):
         pairs = zip(trained(policy, *options), trained(OffloadPolicy(), *options), strict=True)
         return all(torch.equal(one, other) for one, other in pairs)
-
-
-KINDS = [
-    (optim.AdamW, None, False),
-    (optim.AdamW, Flat(), True),
-    (optim.SGD, Blocks(2), False),
-    (sherd.Muon, None, False),
-    (sherd.Muon, Owned(), False),
-    (optim.Adafactor, Owned(), False),
-]
 
 
 @pytest.mark.values

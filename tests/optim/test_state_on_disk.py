@@ -13,12 +13,12 @@ import torch
 from torch import nn, optim
 
 import sherd
-from sherd import Blocks, Disk, Flat, OffloadPolicy, Owned, fully_shard
+from sherd import Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.optim import chunks
 from sherd.optim.on_disk import vectors_on
-from tests.optim.test_masters import made, masters_of, steps
+from tests.optim.test_masters import KINDS, made, masters_of, steps
 from tests.support.models import chain
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_threads
@@ -31,15 +31,6 @@ def sharded(policy, placement=None):
     for unit in (*model[:2], model):
         fully_shard(unit, offload_policy=policy, placement=placement)
     return model
-
-
-KINDS = [
-    (optim.AdamW, None, False),
-    (optim.AdamW, Flat(), True),
-    (optim.SGD, Blocks(2), False),
-    (sherd.Muon, None, False),
-    (optim.Adafactor, Owned(), False),
-]
 
 
 def trained(kind, placement, flattens, folder):

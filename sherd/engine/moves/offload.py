@@ -44,7 +44,7 @@ class HostBuffers:
 
 
 _Dead = tuple[int, torch.Tensor | None, bool]
-"""What is left of a `_Stored`: its address, its buffer in host memory, and whether that is pinned."""
+"""The address of a dead `_Stored`, its buffer in host memory, and whether that is pinned."""
 
 
 class _Stored:
@@ -93,7 +93,7 @@ class _Stored:
 
 
 class SavedMemory:
-    """What units have saved on one device."""
+    """The tensors that units have saved on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -90,7 +90,7 @@ class SavedView:
 
 
 Offload = Callable[[torch.Tensor, object], SavedView | None]
-"""What becomes of a tensor that a unit saves; None: it stays. The other argument is another object in each turn."""
+"""Returns the view to keep of a tensor that a unit saves; None: it stays. The other argument tells turns apart."""
 
 
 class Reader(Protocol):
