@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from sherd.policy import OffloadPolicy as OffloadPolicy
     from sherd.policy import PrefetchPolicy as PrefetchPolicy
     from sherd.policy import ReduceScatter as ReduceScatter
+    from sherd.policy import Reduction as Reduction
     from sherd.tensor.ragged import RaggedDTensor as RaggedDTensor
     from sherd.tools.migrate import explain_migration as explain_migration
     from sherd.tools.plan.explaining import explain_memory as explain_memory
@@ -134,6 +135,7 @@ _HOMES = {
     "PrefetchPolicy": "sherd.policy",
     "RaggedDTensor": "sherd.tensor.ragged",
     "ReduceScatter": "sherd.policy",
+    "Reduction": "sherd.policy",
     "Refreshed": "sherd.api.refreshing",
     "Restored": "sherd.checkpoint.restoring",
     "Saving": "sherd.api.checkpoints",

@@ -13,9 +13,10 @@ then has one all-reduce, even for ranks that hold no gradient:
 
 from __future__ import annotations
 
+import math
 import types
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,23 @@ from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import GradientError, MeshError, PolicyError, StateError
+from sherd.tensor.exact_sums import ExactSum
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.reduction_table import Reduction, by_dtype, local_gradient_of, local_norms, norm_of_order, sum_dtype
+from sherd.tensor.reduction_table import (
+    SUM,
+    Reduction,
+    by_dtype,
+    local_gradient_of,
+    local_norms,
+    norm_of_order,
+    sum_dtype,
+)
 from sherd.tensor.vectors import VectorShard
 
 Tensor = torch.Tensor
 Groups = tuple[dist.ProcessGroup, ...]
+PartOf = Callable[[Sequence[list[Tensor]]], Tensor]
 
 
 @torch.no_grad()
@@ -91,7 +102,7 @@ def clip_grad_norm_(
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
     note_of_several("gradients are clipped to {} by the norm of order {} of {} tensors", (max_norm, power), each_once)
     gradients = _Gradients(each_once)
-    norm = _total_norm(gradients, power, fused, extra_groups)
+    norm = (_exact_norm if gradients.are_in_order else _total_norm)(gradients, power, fused, extra_groups)
     norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
@@ -138,6 +149,7 @@ class _Gradients:
     """This rank's shards of all gradients.
 
     device: the first parameter's device.
+    are_in_order: some are added up in the order of ranks, so their norm is, too.
     is_wide: a parameter has 64 bits. The parameters decide, since a gradient may be missing on one rank only.
     devices: the device of each process group's collectives, in the order in which all ranks call them.
     counted: the shards that the norm counts on this rank, by the process groups that join the norm.
@@ -149,6 +161,8 @@ class _Gradients:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.is_wide = False
+        records = (ShardedParameter.of(each) for each in parameters)
+        self.are_in_order = any(record is not None and record.mesh.comm.sums_in_order for record in records)
         self.devices: dict[dist.ProcessGroup, torch.device] = {}
         self.counted: dict[Groups, list[list[Tensor]]] = {}
         self.scaled: list[list[Tensor]] = []
@@ -219,18 +233,48 @@ def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) 
 
 def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Returns the norm of all elements on all ranks, 0-D."""
-    row, purpose = norm_of_order(power), "the norm of the gradients"
+    row = norm_of_order(power)
     home = next(iter(gradients.devices.values()), gradients.device)
-    parts = {groups: _part(lists, row, power, fused, home) for groups, lists in gradients.counted.items()}
+    return row.finish(_joined(gradients, row, lambda lists: _part(lists, row, power, fused, home), home, extra_groups))
+
+
+def _joined(
+    gradients: _Gradients, row: Reduction, part_of: PartOf, home: torch.device, extra_groups: Sequence[dist.ProcessGroup]
+) -> Tensor:
+    """Returns the joined parts of all ranks, `part_of(lists)` for this rank's lists of shards."""
+    purpose = "the norm of the gradients"
+    parts = {groups: part_of(lists) for groups, lists in gradients.counted.items()}
     for group, device in gradients.devices.items():
         sharded = [groups for groups in parts if group in groups]
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
         row.join(joint, [group], purpose)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
-    every = list(parts.values()) or [_part([], row, power, fused, home)]
-    total = row.fold(torch.stack(every, -1), -1)
+    total = row.fold(torch.stack(list(parts.values()) or [part_of([])], -1), -1)
     # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
-    return row.finish(row.join(total, extra_groups, purpose))
+    return row.join(total, extra_groups, purpose)
+
+
+def _exact_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Returns the same norm, with the same bits on any number of ranks.
+
+    Raises:
+        PolicyError: an order other than 0, 1, 2 or inf.
+    """
+    if power in (0.0, math.inf):
+        return _total_norm(gradients, power, fused, extra_groups)
+    if power not in (1.0, 2.0):
+        raise PolicyError(
+            f"clip_grad_norm_(norm_type={power}): gradients are added up in the order of ranks, and only the norms of "
+            "order 0, 1, 2 and inf have the same bits on any number of ranks"
+        )
+    largest = _total_norm(gradients, math.inf, fused, extra_groups).double()
+    exact = ExactSum(largest**power)
+
+    def part_of(lists: Sequence[list[Tensor]]) -> Tensor:
+        return exact.parts([shard for each in lists for shard in each], int(power))
+
+    total = exact.total(_joined(gradients, SUM, part_of, largest.device, extra_groups))
+    return total ** (1 / power)
 
 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sherd.errors import PolicyError, PolicyTypeError
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_number
@@ -234,6 +234,54 @@ class PrefetchPolicy:
                 require_int(f"PrefetchPolicy({name}={{}})", value, 0)
 
 
+ORDERS = ("any", "ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients travel to the ranks that own them, and how the owners add them up.
+
+    Args:
+        wire: the dtype in which each rank's gradients travel, rounded once; None: the unit's `reduce_dtype`.
+        sum: the dtype in which owners add up, or that of the wire, if that is wider; None: float32.
+        order: "any": the order is the backend's. "ranks": an owner adds the gradients of rank 0, then of rank 1 and so
+            on onto those of the micro-batches before. If micro-batch j of rank r is the batch j * W + r of W ranks, the
+            sum has the same bits for each W. Every backward then reduces; the bytes are those of a reduce-scatter over
+            all data-parallel ranks.
+
+    Raises:
+        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, or `order` is unknown. `PolicyTypeError`:
+            it is no dtype.
+    """
+
+    wire: torch.dtype | None = None
+    sum: torch.dtype | None = None
+    order: str = "any"
+
+    def __post_init__(self) -> None:
+        for name in ("wire", "sum"):
+            dtype = getattr(self, name)
+            require_floating_dtype(f"Reduction({name}={{}})", dtype)
+            if dtype is not None and (dtype.itemsize < 2 or dtype.is_complex):
+                raise PolicyError(f"Reduction({name}={dtype}): expected a real dtype of 16 bits or more")
+        if self.order not in ORDERS:
+            raise PolicyError(f"Reduction(order={self.order!r}): expected one of {', '.join(ORDERS)}")
+
+    @property
+    def is_in_order(self) -> bool:
+        return self.order == "ranks"
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which gradients travel that would else be reduced in `dtype`."""
+        return self.wire if self.wire is not None and dtype.is_floating_point else dtype
+
+    def sum_dtype(self, wire: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the sums of gradients that travel in `wire`."""
+        import torch  # this module is read without it
+
+        return torch.promote_types(self.sum or torch.float32, wire)
+
+
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 DIVERGENCES = ("error", "join", "trust")
 
@@ -259,9 +307,13 @@ class CommPolicy:
         part_bytes: on an accelerator, a unit with at least twice as many bytes of parameters is gathered and reduced in
             two to four parts, of at least `part_bytes` each. Backward frees each part by itself: less memory, more
             messages. None: always in one part.
+        reduce: how gradients travel and are added up. None: in the unit's `reduce_dtype`, by the backend's own
+            reduce-scatter.
+        reduce_replicas: the same between replicas (HSDP). None: as `reduce`.
 
     Raises:
-        PolicyError: an unknown `transport` or `divergence`, or `part_bytes` less than 1.
+        PolicyError: an unknown `transport` or `divergence`, `part_bytes` less than 1, or two reductions of which one is
+            in the order of ranks; `PolicyTypeError` if a reduction is no `Reduction`.
     """
 
     transport: str = "auto"
@@ -269,14 +321,43 @@ class CommPolicy:
     fake_reduce: bool = False
     divergence: str = "error"
     part_bytes: int | None = 64 << 20
+    reduce: Reduction | None = None
+    reduce_replicas: Reduction | None = None
 
     def __post_init__(self) -> None:
+        for name in ("reduce", "reduce_replicas"):
+            if not isinstance(given := getattr(self, name), Reduction | None):
+                raise PolicyTypeError(f"CommPolicy({name}={given!r}): expected a Reduction or None")
+        if self.reduce_replicas not in (None, self.reduce) and (self.sums_in_order or self.reduce_replicas.is_in_order):
+            raise PolicyError(
+                f"CommPolicy(reduce={self.reduce}, reduce_replicas={self.reduce_replicas}): the order of ranks is one "
+                "for all ranks; leave reduce_replicas out"
+            )
+        if self.sums_in_order and self.divergence == "join":
+            raise PolicyError(
+                "CommPolicy(reduce=Reduction(order='ranks'), divergence='join'): ranks with other numbers of batches "
+                "have no common order of them; take divergence='error'"
+            )
         if self.divergence not in DIVERGENCES:
             raise PolicyError(f"CommPolicy(divergence={self.divergence!r}): expected one of {', '.join(DIVERGENCES)}")
         if self.transport not in TRANSPORTS:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
         if self.part_bytes is not None:
             require_int("CommPolicy(part_bytes={})", self.part_bytes, 1)
+
+    @classmethod
+    def reproducible(cls, **options: Any) -> CommPolicy:
+        """Returns a policy with which a training has the same bits on any number of ranks, with other `options` as given.
+
+        Also norms of gradients are then added up in no order (`clip_grad_norm_`). docs/do/reproducible.md says what
+        else it takes.
+        """
+        return cls(**{"reduce": Reduction(order="ranks"), **options})
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether gradients are added up in the order of ranks."""
+        return self.reduce is not None and self.reduce.is_in_order
 
 
 Unmanaged = Literal["error", "replicate", "ignore"]
@@ -381,6 +462,9 @@ class ReduceScatter(Comm):
 
 class CountsBackwards(Protocol):
     """A counter of backwards, which knows the last backward before the optimizer step."""
+
+    num_averaged: int
+    """The number of backwards whose mean is wanted; 1 for their sum."""
 
     @property
     def is_in_first_forward(self) -> bool:

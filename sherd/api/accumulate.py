@@ -11,40 +11,43 @@ from torch import nn
 from sherd.api.module import sharded_units
 from sherd.engine import Unit
 from sherd.errors import StateError
-from sherd.requirements import require_int
+from sherd.requirements import require_bool, require_int
 
 
 @contextmanager
-def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
+def accumulate(model: nn.Module, num_backwards: int, *, average: bool = False) -> Iterator[None]:
     """Let the next `num_backwards` backwards of `model` make one optimizer step, without needless communication.
 
-        with sherd.accumulate(model, len(micro_batches)):
+        with sherd.accumulate(model, len(micro_batches), average=True):
             for micro_batch in micro_batches:
-                (loss_of(model, micro_batch) / len(micro_batches)).backward()
+                loss_of(model, micro_batch).backward()
         optimizer.step()
 
     A backward before the last one reduces only over axes over which gradients are sharded (`Placements.gradient`). With
     HSDP each backward reduces within a replica, and the last backward over the replicas; with ZeRO-1 and DDP only the
     last backward reduces. Parameters that are kept unsharded, or whose shards replicas divide, are updated once;
     outside this context they are updated at every forward, as the program may have written to them. Gradients that wait
-    for the replicas have the parameters' dtype, not the reduce dtype. The caller divides the losses.
+    for the replicas have the parameters' dtype, not the reduce dtype. With sums in the order of ranks
+    (`CommPolicy(reduce=)`) every backward reduces, onto the sum of those before.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
         num_backwards: 1 or more.
+        average: gradients are the mean over the backwards. False: the sum, so that the caller divides the losses.
 
     Raises:
         ModuleError: nothing below `model` is sharded.
-        PolicyError: `num_backwards` below 1; `PolicyTypeError` if `num_backwards` is no int.
+        PolicyError: `num_backwards` below 1; `PolicyTypeError` if `num_backwards` is no int, or `average` no bool.
         StateError: inside another `accumulate`, at a backward too many, or at the end after too few backwards. Any
             exception drops gradients that were not yet reduced.
     """
     require_int("accumulate(num_backwards={})", num_backwards, 1)
+    require_bool("accumulate(average={})", average)
     units = sharded_units("accumulate", model)
     if any(unit.policy.accumulation is not None for unit in units):
         raise StateError(f"accumulate within accumulate of the same model, {units[0].class_name}; leave the outer one")
     before = [unit.policy for unit in units]
-    counted = _Accumulation(num_backwards)
+    counted = _Accumulation(num_backwards, num_backwards if average else 1)
     for unit in units:
         unit.change(accumulation=counted)
     try:
@@ -87,8 +90,8 @@ class _Accumulation:
     Before the last backward a unit reduces only over axes over which it shards gradients.
     """
 
-    def __init__(self, num_backwards: int) -> None:
-        self.num_backwards = num_backwards
+    def __init__(self, num_backwards: int, num_averaged: int) -> None:
+        self.num_backwards, self.num_averaged = num_backwards, num_averaged
         self._ended: Counter[int] = Counter()
         self._forwarded: set[int] = set()
         self.is_in_first_forward = True

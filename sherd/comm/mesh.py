@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
 from sherd.comm.objects import all_gather_objects
+from sherd.comm.owner_sums import OwnerSums, SumsInOrder
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
-from sherd.policy import CommPolicy, DataParallelMeshDims, Level
+from sherd.policy import CommPolicy, DataParallelMeshDims, Level, Reduction
 
 ONE_RANK = "alone"
 """The name of an axis of this rank alone, in a mesh whose other axes are not data parallel."""
@@ -79,6 +81,7 @@ class DataMesh:
         self.num_owners = self.num_replicas if self.shards_replicas else 1
         self.num_pieces = self.num_shards * self.num_owners
         self.piece = self.pieces_of(self.shard_rank)[self.replica if self.shards_replicas else 0]
+        self._alike(mesh)
         # Without communication, so that a policy that cannot be kept raises here and not at the first gather.
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
@@ -105,7 +108,8 @@ class DataMesh:
             joined = concatenate_meshes(parts)
             if not keeps_root_order(joined):  # torch redistributes only over the root's order, or over a new mesh
                 joined = permuted(joined, range(joined.ndim))
-            self._joined[key] = joined if self.copies is None else self._with_one_rank(joined, parts.index(self.given))
+            joined = joined if self.copies is None else self._with_one_rank(joined, parts.index(self.given))
+            self._joined[key] = self._alike(joined)
         return self._joined[key]
 
     def _with_one_rank(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
@@ -141,7 +145,13 @@ class DataMesh:
     def in_cut_order(self) -> DeviceMesh:
         """`mesh` with its axes in the order in which they cut parameters."""
         # DTensor reads placements from the left, so only in this order do they say which rank holds which part.
-        return permuted(self.mesh, self.piece_axes) if self.shards_replicas else self.mesh
+        return self._alike(permuted(self.mesh, self.piece_axes)) if self.shards_replicas else self.mesh
+
+    def _alike(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Returns `mesh`, a mesh of this one's axes, on which gradients are added up as on this one."""
+        if self.comm.sums_in_order:
+            _in_order[id(mesh)] = mesh
+        return mesh
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -184,18 +194,41 @@ class DataMesh:
 
     @cached_property
     def reduce_transport(self) -> Transport:
-        return _NO_TRANSPORT if self.comm.fake_reduce else self.shard_transport
+        return self._reducing(self.shard_group, self.comm.reduce)
 
     @cached_property
     def separate_reduce_transport(self) -> Transport:
         """A second transport along the shard axis, for reductions while all-gathers run. Collective at first."""
         if self.shard_group is None:
             return self.reduce_transport
-        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.reduction_group())
+        return self._reducing(self.reduction_group(), self.comm.reduce)
 
     @cached_property
     def replicate_transport(self) -> Transport:
-        return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.replicate_group)
+        return self._reducing(self.replicate_group, self.comm.reduce_replicas or self.comm.reduce)
+
+    def _reducing(self, group: dist.ProcessGroup | None, reduction: Reduction | None) -> Transport:
+        if self.comm.fake_reduce:
+            return _NO_TRANSPORT
+        transport = self.transport_of(group)
+        if group is None or reduction is None or reduction.is_in_order:
+            return transport
+        return OwnerSums(transport, group, reduction)
+
+    @cached_property
+    def in_order(self) -> SumsInOrder | None:
+        """The sums in the order of ranks, if the policy asks for them. Collective at first."""
+        return SumsInOrder(self) if self.comm.sums_in_order else None
+
+    def with_all_ranks(self) -> tuple[dist.ProcessGroup | None, Transport]:
+        """Returns the group of all data-parallel ranks, and its transport. Collective at first."""
+        if self.num_replicas == 1:
+            group = self.shard_group
+        elif self.num_shards == 1:
+            group = self.replicate_group
+        else:
+            group = _as_one_axis(self, shards=True).shard_group
+        return group, _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """Returns the transport between the ranks of `group`, a group of this mesh; None is this rank alone."""
@@ -218,6 +251,12 @@ class DataMesh:
 
 
 _NO_TRANSPORT = NoTransport()
+_in_order: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
+
+
+def sums_in_order(mesh: DeviceMesh) -> bool:
+    """Returns whether gradients on `mesh` are added up in the order of ranks."""
+    return _in_order.get(id(mesh)) is mesh
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: CommPolicy = CommPolicy()) -> DataMesh:

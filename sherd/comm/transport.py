@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from sherd._torch import all_gather_coalesced, bound_all_gather, bound_reduce_scatter, wait_on_host
 from sherd.comm.failures import unfinished
-from sherd.errors import CommError
+from sherd.errors import CommError, PolicyError
 
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
@@ -122,6 +122,15 @@ class Transport(ABC):
     ) -> Pending | None:
         """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum of this rank's part in all ranks' `rows`."""
 
+    def add_onto(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Add this rank's part in all ranks' `rows` to `shard_buffer`, of any wider dtype, one after another.
+
+        That of rank 0 comes first. The bytes are those of a reduce-scatter.
+        """
+        raise PolicyError(f"{type(self).__name__} has no sum in the order of ranks; leave out CommPolicy(reduce=)")
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum `tensor` over the ranks, in place; every rank gets the same bits."""
@@ -153,6 +162,17 @@ def are_even(sizes: Sequence[int]) -> bool:
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
+class Then:
+    """A collective under way, and what is done with its result."""
+
+    def __init__(self, pending: Pending, act: Callable[[], None]) -> None:
+        self._pending, self._act = pending, act
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._act()
+
+
 class NoTransport(Transport):
     """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 
@@ -162,6 +182,11 @@ class NoTransport(Transport):
         return None
 
     def reduce_scatter(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        return None
+
+    def add_onto(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         return None
@@ -185,6 +210,13 @@ class OneRank(NoTransport):
     ) -> Pending | None:
         """Copy `rows`, the only summand."""
         shard_buffer.copy_(rows)
+        return None
+
+    def add_onto(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Add `rows`, the only summand."""
+        shard_buffer.add_(rows)
         return None
 
 
@@ -247,6 +279,25 @@ class SingleCalls(Transport):
             return self._for_uneven.reduce_scatter(shard_buffer, rows, sizes, async_op)
         op, into = dist.ReduceOp.SUM, parts(rows, sizes)
         return self._called(dist.reduce_scatter, shard_buffer, into, op, self._group, async_op, what=what)
+
+    def add_onto(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Receive all ranks' versions by one all-to-all, and add them."""
+        arriving = rows.new_empty(len(sizes) * shard_buffer.numel())
+        received = [shard_buffer.numel()] * len(sizes)
+
+        def add() -> None:
+            for version in parts(arriving, received):
+                shard_buffer.add_(version)
+
+        what = "all-to-all of {:,} bytes", rows.nbytes
+        call = partial(dist.all_to_all_single, group=self._group, async_op=async_op)
+        pending = self._called(call, arriving, rows, received, list(sizes), what=what, async_op=async_op)
+        if pending is not None:
+            return Then(pending, add)
+        add()
+        return None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Reduce by one call, in place."""

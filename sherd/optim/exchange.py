@@ -246,19 +246,20 @@ def run_of(cut: Cut, shard: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, batch: Batch, cuts: tuple[Cut, Cut]) -> list[MatrixItem]:
+def items_of(index: int, batch: Batch, cuts: tuple[Cut, Cut], one_by_one: bool) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are complete on one rank are items apart from cut ones.
 
     Args:
         index: the number of the parameter.
         batch: how many matrices it consists of, one after the other, and their sizes.
         cuts: how its gradient is cut, and how it is cut itself.
+        one_by_one: each matrix is an item.
     """
     number, rows, columns = batch
     size = rows * columns
     if not size:
         return []
-    borders = {0, number}
+    borders = {0, number} | set(range(number if one_by_one else 0))
     for end in _borders(cuts[0]) if all(cut.view[0] == 1 for cut in cuts) else ():
         borders |= {end // size, -(-end // size)}  # the last matrix of a run may be shared with its neighbour
     items = []
@@ -268,7 +269,7 @@ def items_of(index: int, batch: Batch, cuts: tuple[Cut, Cut]) -> list[MatrixItem
     return items
 
 
-def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num_ranks: int) -> list[MatrixItem]:
+def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num_items: int) -> list[MatrixItem]:
     """Returns the items of a parameter whose `dim` tensor parallelism cuts, in each of its matrices.
 
     Args:
@@ -276,14 +277,14 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
         batch: the matrices of the full parameter.
         cuts: how the parts are cut, each over the ranks of data parallelism.
         dim: the dim of the parameter.
-        num_ranks: how many ranks there are, to divide the matrices.
+        num_items: how many items there are at most; the matrices are divided among them.
     """
     if not prod(batch):
         return []
     shapes = [each.shape if len(each.shape) == 3 else (1, each.shape[0], prod(each.shape[1:])) for each in cuts]
     number = shapes[0][0]
     items = []
-    for some in chunks(number, num_ranks if all(each.view[0] == 1 for each in cuts) else 1):
+    for some in chunks(number, num_items if all(each.view[0] == 1 for each in cuts) else 1):
         parts = [
             Part(
                 (cut, cut),

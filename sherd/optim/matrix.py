@@ -527,7 +527,7 @@ class _Step:
     ) -> dict[MatrixItem, torch.Tensor]:
         """Returns the updates of the items in `received` and `local`, and notes those of the latter.
 
-        One call of the function computes all matrices of one shape and parameter group. Where something is wrong on
+        One call of the function computes all matrices of one shape and parameter group, or one matrix. Where something is wrong on
         this rank, updates are zeros.
         """
         matrices = dict(received)
@@ -535,12 +535,13 @@ class _Step:
             if item.index in self.directions:
                 own = self.directions[item.index][held.start : held.stop].view(item.batch)
                 matrices[item] = own.to(self.plan.computes_on(item.index))
-        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
+        alike: dict[tuple[object, ...], list[MatrixItem]] = defaultdict(list)
         for item, each in matrices.items():
-            alike[self.plan.group_of[item.index], item.batch[1:], each.dtype, each.device].append(item)
+            alone = item if self.plan.one_by_one else None
+            alike[self.plan.group_of[item.index], item.batch[1:], each.dtype, each.device, alone].append(item)
         computed: dict[MatrixItem, torch.Tensor] = {}
-        for (at, *_), items in alike.items():
-            group = self.groups[at][0]
+        for items in alike.values():
+            group = self.groups[self.plan.group_of[items[0].index]][0]
             together = _joined([matrices[item] for item in items])
             update = torch.zeros_like(together)
             try:

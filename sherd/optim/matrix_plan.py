@@ -132,6 +132,9 @@ class MatrixPlan:
         options = [options_of(groups[at]) for at in self.group_of]
         self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
+        self.one_by_one = any(each is not None and each.mesh.comm.sums_in_order for each in self._records)
+        """Products of one matrix are rounded otherwise than those of several, and ranks own as many as there are ranks:
+        where gradients have the same bits on any number of ranks, each matrix is computed by itself."""
         self._axes = [
             None if record is None else tensor_axis_of(record, *chosen)
             for record, chosen in zip(self._records, options, strict=True)
@@ -246,12 +249,13 @@ class MatrixPlan:
                 ring = ring_of[key]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
-                    items += items_of(index, batch, (record.gradient_cut, record.cut))
+                    items += items_of(index, batch, (record.gradient_cut, record.cut), self.one_by_one)
                     if not batch[0]:
                         # Tensor parallelism leaves no matrix to this rank, but some to others.
                         self.homes[index] = self._home(index, [], ring)
                 else:
-                    items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
+                    num_items = batch[0] if self.one_by_one else len(ring.ranks)
+                    items += joined_items_of(index, batch, joined[index], axis.dim, num_items)
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
+from sherd.comm.mesh import sums_in_order
 from sherd.tensor.elementwise import on_runs
+from sherd.tensor.exact_sums import ExactSum
 from sherd.tensor.gather import counted_here
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_unsharded, unknown
 from sherd.tensor.optimizers import by_kind
@@ -229,6 +231,8 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
             # It raises, which it does below only on ranks that have elements.
             torch.linalg.vector_norm(torch.ones(1, dtype=given), dtype=dtype)
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
+    if power in (1.0, 2.0) and sums_in_order(layout.mesh):
+        return _exact_norms(locals_, int(power), layout)
     dtypes = {local.dtype for local in locals_}
     row = norm_of_order(power)
     if len(dtypes) == 1 and all(local.numel() for local in locals_):
@@ -244,6 +248,15 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
     if len(dtypes) == 1:
         return list(joint.to(dtypes.pop().to_real()).unbind())
     return [value.to(local.dtype.to_real()) for value, local in zip(joint.unbind(), locals_, strict=True)]
+
+
+def _exact_norms(locals_: Sequence[torch.Tensor], power: int, layout: Places) -> list[torch.Tensor]:
+    device = locals_[0].device
+    largest = [each.abs().amax() if each.numel() else torch.zeros((), device=device) for each in locals_]
+    exact = ExactSum(LARGEST.over(torch.stack([each.double() for each in largest]), layout.groups) ** power)
+    parts = torch.stack([exact.parts([each], power, index) for index, each in enumerate(locals_)])
+    values = exact.total(SUM.over(parts, layout.groups)) ** (1 / power)
+    return [value.to(local.dtype.to_real()) for value, local in zip(values.unbind(), locals_, strict=True)]
 
 
 # Gradient scaling

@@ -113,8 +113,14 @@ def _of_sherd_alone(setting: Setting) -> dict[str, Any]:
         "placements": setting.strategy,
         "reshard_after_forward": setting.reshard,
         "prefetch_policy": sherd.PrefetchPolicy(*depths, after_backward=setting.after_backward),
-        "comm_policy": sherd.CommPolicy(setting.transport, part_bytes=setting.part_bytes),
+        "comm_policy": _comm_policy(setting),
     } | _cut(setting.placement)
+
+
+def _comm_policy(setting: Setting) -> sherd.CommPolicy:
+    order, _, wire = setting.reduction.partition(" ")
+    reduction = sherd.Reduction(_dtype(wire), order=order) if order else None
+    return sherd.CommPolicy(setting.transport, part_bytes=setting.part_bytes, reduce=reduction)
 
 
 def _cut(placement: str) -> dict[str, Any]:
@@ -144,6 +150,7 @@ def _wrapped(setting: Setting, model: Any, mesh: DeviceMesh, ignored: set[nn.Par
         ignored_states=ignored or None,
         device_id=here().device,
         use_orig_params=setting.front == "wrapper",
+        comm_policy=_comm_policy(setting),
     )
 
 
@@ -276,7 +283,7 @@ PAGEABLE = "copy to host, not to pinned memory as it lies on the device"
 
 def wrong_numbers(setting: Setting, found: Outcome, expected: Outcome) -> list[str]:
     """Returns which numbers of a rank are not those of the plain model, in words."""
-    rtol, atol = (2e-2, 4e-3) if setting.param_dtype or setting.reduce_dtype else (1e-4, 1e-5)
+    rtol, atol = (2e-2, 4e-3) if setting.param_dtype or setting.reduce_dtype or " " in setting.reduction else (1e-4, 1e-5)
     said = []
     for what in ("losses", "norms", "scales", "between"):
         ours, theirs = (torch.tensor(getattr(each, what), dtype=torch.float64) for each in (found, expected))

@@ -62,6 +62,8 @@ class Setting:
     transport: str = "auto"
     part_bytes: int | None = None
     """Units are cut into parts of so many bytes, as large ones are by default; 1: each parameter is one."""
+    reduction: str = ""
+    """The order of sums and the dtype that travels, each if it is said: "ranks", "any bfloat16"."""
     own_collectives: bool = False
     group_memory: bool = False
     """What collectives read and write is memory of the process group."""
@@ -160,6 +162,9 @@ def _of_arithmetic(setting: Setting) -> dict[str, object]:
         changes["scalar"] = False
     if setting.own_collectives:
         changes["transport"] = "auto"
+    if setting.reduction.startswith("ranks"):
+        changes |= {"own_collectives": False, "hook": False}
+        changes["accumulation"] = "accumulate" if setting.accumulation == "no_sync" else setting.accumulation
     if setting.micro_batches == 1:
         changes["accumulation"] = ""
     if not setting.param_dtype and setting.reduce_dtype == "float32":

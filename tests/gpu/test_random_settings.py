@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "after_backward": (False, True),
     "transport": ("auto", "coalesced"),
     "part_bytes": (None, 1),
+    "reduction": ("", "", "", "ranks", "any bfloat16", "ranks bfloat16"),
     "own_collectives": (False, True),
     "optimizer": ("sgd", "adamw", "flattened"),
     "micro_batches": (1, 1, 2, 3),

@@ -43,6 +43,16 @@ CASES = {
     "hsdp, replicas summed once": Setting(**HSDP, micro_batches=3, accumulation="replicas once"),
     "hfsdp": Setting(mesh=(2, 2), strategy="hfsdp", placement="Flat", micro_batches=2, accumulation="accumulate"),
     "zero1 across zero2": Setting(mesh=(2, 2), strategy="zero1_across_zero2_within", max_norm=0.1),
+    # Reductions
+    "in the order of ranks": Setting(width=13, reduction="ranks", micro_batches=2, accumulation="accumulate"),
+    "in the order of ranks, hsdp": Setting(**HSDP, reduction="ranks", micro_batches=3, accumulation="replicas once"),
+    "in the order of ranks, ddp": Setting(strategy="ddp", reduction="ranks", micro_batches=2),
+    "in the order of ranks, hfsdp, offloaded": Setting(
+        mesh=(2, 2), strategy="hfsdp", placement="Flat", reduction="ranks", offload="pinned", max_norm=0.1
+    ),
+    "bfloat16 summed in float32": Setting(width=13, reduction="any bfloat16", placement="Flat"),
+    "bfloat16 summed in float32, hsdp": Setting(**HSDP, reduction="any bfloat16"),
+    "wrapper, in the order of ranks": Setting(front="flat wrapper", reduction="ranks", max_norm=0.1),
     # The wrapper
     "wrapper": Setting(front="wrapper", max_norm=0.1, micro_batches=2, accumulation="no_sync"),
     "wrapper, flat parameters": Setting(front="flat wrapper", max_norm=0.1, between="unsharded"),

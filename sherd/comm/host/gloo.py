@@ -111,11 +111,18 @@ class Gloo(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Receive the other ranks' versions of this rank's part, and add them up with its own."""
+        return self._sum(sums.add_up, shard_buffer, rows, sizes).answer(async_op)
+
+    def add_onto(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Receive the other ranks' versions of this rank's part, and add them with its own to `shard_buffer`."""
+        return self._sum(sums.add_onto, shard_buffer, rows, sizes).answer(async_op)
+
+    def _sum(self, add: sums.Add, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> _Call:
         if self._is_small(sizes, rows.element_size()) or is_debugging_in_detail():
-            return _AtOnce(self._link, shard_buffer, rows, sizes).answer(async_op)
-        return _InPieces(self._link, shard_buffer, rows, sizes, self._piece_bytes // rows.element_size()).answer(
-            async_op
-        )
+            return _AtOnce(self._link, add, shard_buffer, rows, sizes)
+        return _InPieces(self._link, add, shard_buffer, rows, sizes, self._piece_bytes // rows.element_size())
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum by gloo's own call: a ring, in which every rank gets the bits that one rank has added up."""
@@ -251,9 +258,11 @@ class _Call:
 class _AtOnce(_Call):
     """A reduce-scatter that receives all versions of this rank's part, and then adds them up."""
 
-    def __init__(self, link: _Link, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, link: _Link, add: sums.Add, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]
+    ) -> None:
         super().__init__(link, "reduce-scatter", rows.nbytes)
-        self._shard_buffer = shard_buffer
+        self._add, self._shard_buffer = add, shard_buffer
         given, rank, size = parts(rows, sizes), link.rank, link.size
         self._versions = [given[rank]]
         if size == 1 or not rows.numel():
@@ -276,7 +285,7 @@ class _AtOnce(_Call):
 
     def finish(self) -> None:
         super().finish()
-        sums.add_up(self._versions, out=self._shard_buffer)
+        self._add(self._versions, self._shard_buffer)
 
 
 class _InPieces(_Call):
@@ -288,9 +297,16 @@ class _InPieces(_Call):
     """
 
     def __init__(
-        self, link: _Link, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], piece_numel: int
+        self,
+        link: _Link,
+        add: sums.Add,
+        shard_buffer: torch.Tensor,
+        rows: torch.Tensor,
+        sizes: Sequence[int],
+        piece_numel: int,
     ) -> None:
         super().__init__(link, "reduce-scatter", rows.nbytes)
+        self._add = add
         versions = parts(rows, sizes)
         self._own = _pieces(versions[link.rank], piece_numel)
         self._sums = _pieces(shard_buffer, piece_numel)
@@ -314,7 +330,7 @@ class _InPieces(_Call):
                 self.wait_for(work, peer)
             versions = self._slots_of(piece)
             versions[self._link.rank] = self._own[piece]
-            sums.add_up([versions[rank] for rank in range(self._link.size)], out=self._sums[piece])
+            self._add([versions[rank] for rank in range(self._link.size)], self._sums[piece])
             if self._num_asked < len(self._sums):
                 self._receive_next()
         super().finish()  # the peers have received this rank's chunks

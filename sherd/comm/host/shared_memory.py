@@ -27,7 +27,7 @@ import torch.distributed as dist
 from sherd._torch import adopt_timeout, timeout_of
 from sherd.comm.host.neighbours import Neighbour, Neighbours, Post, meet
 from sherd.comm.host.segments import Regions, Segment, new_segment
-from sherd.comm.host.sums import add_up, addable, sum_dtype
+from sherd.comm.host.sums import add_onto, add_up, addable, sum_dtype
 from sherd.comm.transport import CopyIntoPlace, InPieces, Pending, Transport, parts
 from sherd.errors import CommError
 
@@ -45,8 +45,8 @@ _MOST_ROUNDS = 64  # messages that fit into a socket
 
 # Rounds: what each rank shows the others in one exchange, and how it takes their parts. No order, no messages.
 
-_ALL_GATHER, _ALL_GATHER_ONTO, _REDUCE_SCATTER, _ALL_REDUCE = range(4)
-_NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
+_ALL_GATHER, _ALL_GATHER_ONTO, _REDUCE_SCATTER, _ALL_REDUCE, _ADD_ONTO = range(5)
+_NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce", "sum in the order of ranks")
 # Sorted, so that a dtype has the same number on all ranks.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -161,6 +161,7 @@ class _Sum(_Round):
         self, question: _Question, counts: Sequence[int], own: int, pieces: Sequence[torch.Tensor], out: torch.Tensor
     ) -> None:
         super().__init__(question, [sum(counts) - count for count in counts])
+        self._add = add_onto if question.numbers[0] == _ADD_ONTO else add_up
         self._counts = counts
         self._own = own
         self._pieces: list[torch.Tensor] = list(pieces)
@@ -185,7 +186,7 @@ class _Sum(_Round):
     def finish(self) -> None:
         out = self._out  # read once, as above
         if out is not None:
-            add_up(self._pieces, out)
+            self._add(self._pieces, out)
         self._pieces, self._out = [], None  # they look into the others' segments
 
     def forget(self) -> None:
@@ -335,6 +336,13 @@ class SharedMemory(Transport):
         """Add up this rank's part from the others' segments. `shard_buffer` may be this rank's part of `rows`."""
         question = _Question(_REDUCE_SCATTER, addable(rows.dtype), tuple(sizes), async_op)
         assert shard_buffer.dtype == sum_dtype(rows.dtype), "the caller asks sum_dtype"
+        return self._begin_all(self._sums(question, shard_buffer.detach(), rows.detach()), async_op)
+
+    def add_onto(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Add this rank's part from the others' segments, and its own."""
+        question = _Question(_ADD_ONTO, addable(rows.dtype), tuple(sizes), async_op)
         return self._begin_all(self._sums(question, shard_buffer.detach(), rows.detach()), async_op)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from sherd.errors import CommError
+
+Add = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+"""Adds parts up in rank order, into a buffer or onto it."""
 
 # Sums of more than one pass are made in blocks of this many elements, which stay in the cache.
 _BLOCK = 1 << 16
@@ -57,3 +60,11 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             total.add_(part[start : start + _BLOCK])
         if aside is not None:
             into.copy_(total)
+
+
+def add_onto(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Add `parts` to `out`, whose dtype is at least as wide, in their order."""
+    for start in range(0, out.numel(), _BLOCK):
+        into = out[start : start + _BLOCK]
+        for part in parts:
+            into.add_(part[start : start + _BLOCK])

@@ -80,6 +80,7 @@ class BufferPlan:
         reduce_dtype: the dtype in which gradients are sent.
         reduced_by_piece: the lengths of all parts that a reduction sends, with their flags.
         reduced_by_rank: the number of summed elements that each rank of the shard axis receives.
+        owned: where sums are in the order of ranks, the lengths of all ranks' parts; else None.
     """
 
     gathers_itself: bool
@@ -98,6 +99,7 @@ class BufferPlan:
     reduce_dtype: torch.dtype
     reduced_by_piece: Sizes
     reduced_by_rank: Sizes
+    owned: Sizes | None
 
     @classmethod
     def of(cls, group: Group, streams: Streams, reduce_buffers: int) -> BufferPlan:
@@ -135,6 +137,7 @@ class BufferPlan:
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
             reduced_by_rank=by_piece.together(mesh.num_owners),
+            owned=None if mesh.in_order is None else mesh.in_order.sizes(by_piece),
         )
 
     def fill_by(self, transport: Transport) -> Fill:
@@ -167,7 +170,8 @@ class BufferPlan:
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:
         """Returns the factors of a mean over `divide_by`.
 
-        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which is never written.
+        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which is never written. And
+        only the sum in the order of ranks: its factor is the same for each number of ranks.
         """
-        scales_sum = self.scales_sums or may_borrow
+        scales_sum = self.scales_sums or may_borrow or self.owned is not None
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)

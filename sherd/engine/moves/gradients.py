@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
 from sherd.comm.streams import CommStream, Handoff, Streams
-from sherd.comm.transport import Pending, Transport, parts
+from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.moves.buffer_views import ReduceBuffer
 from sherd.engine.moves.shard_gradients import ShardGradients
@@ -403,7 +403,8 @@ class Gradients:
     @property
     def summed_in(self) -> torch.dtype:
         """The dtype in which many micro-batches are added up: the shards', if the reduce dtype is narrower."""
-        return torch.promote_types(self.group.reduce_dtype, self.group.dtype)
+        dtype, reduction = self.group.reduce_dtype, self.group.mesh.comm.reduce
+        return torch.promote_types(dtype if reduction is None else reduction.sum_dtype(dtype), self.group.dtype)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Yields every buffer and gradient, freed buffers too: what a memory report counts."""
@@ -579,14 +580,23 @@ class Gradients:
         sizes, reduce_dtype = plan.reduced_by_rank, self._shards.form.reduce_dtype
         result: list[torch.Tensor] = []
         # The rows of one rank are the sum, which goes to host memory on the lane that owns them.
-        is_sum = group.is_one_piece and group.is_offloaded and mesh.num_replicas == 1 and policy.all_reduce_hook is None
+        is_of_one = group.is_one_piece and mesh.num_replicas == 1 and plan.owned is None
+        is_sum = is_of_one and group.is_offloaded and policy.all_reduce_hook is None
         sent = rows.buffer.tensor
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
+
+        earlier = self.partial
+        if plan.owned is not None or policy.all_reduce_gradients:
+            self.partial = None
 
         def scatter(async_op: bool) -> Pending | None:
             if is_sum and plan.lane_owns_rows:
                 result.append(sent)
                 return None
+            if plan.owned is not None:
+                result.append(self._sum_so_far(earlier, plan.owned))
+                assert mesh.in_order is not None, "the plan asks for its sums"
+                return mesh.in_order.add(result[0], sent, plan.owned, async_op)
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
             result.append(reduced)
@@ -599,11 +609,15 @@ class Gradients:
         (reduced,) = result
         sources = [] if plan.lane_owns_rows and sent is rows.buffer.tensor else [sent]
         with_gradient = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
-        is_partial = mesh.num_replicas > 1 and not policy.all_reduce_gradients
-        if mesh.num_replicas > 1 and policy.all_reduce_gradients:
-            earlier, self.partial = self.partial, None
+        is_partial = not policy.all_reduce_gradients and (mesh.num_replicas > 1 or plan.owned is not None)
+        if earlier is not None and self.partial is None:
+            with_gradient |= earlier.with_gradient
+        if plan.owned is not None:
+            if mesh.holds_copies and not is_partial:
+                sources.append(reduced)
+                reduced, handoff = self._join_replicas(reduced, plan.owned, handoff)
+        elif mesh.num_replicas > 1 and not is_partial:
             sources += [reduced] if earlier is None else [reduced, earlier.summed]
-            with_gradient |= frozenset() if earlier is None else earlier.with_gradient
             reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
         scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
         mean = _Sum(reduced, with_gradient)
@@ -618,6 +632,31 @@ class Gradients:
             self._reduction = replace(self._reduction, handoff=handoff, result=_Sum(stored, with_gradient))
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
+
+    def _sum_so_far(self, earlier: _Sum | None, owned: Sizes) -> torch.Tensor:
+        """Returns the sum in the order of ranks, of this rank's part, that earlier backwards left, or zeros."""
+        mesh, reduction = self.group.mesh, self.group.mesh.comm.reduce
+        assert mesh.in_order is not None and reduction is not None, "the policy asks for these sums"
+        dtype = reduction.sum_dtype(self._shards.form.reduce_dtype)
+        if earlier is not None:
+            return earlier.summed.to(dtype)
+        return torch.zeros(owned[mesh.in_order.part], dtype=dtype, device=self.group.device)
+
+    def _owned_of_shard(self, owned: Sizes) -> Sizes:
+        """Returns the lengths of the parts of this rank's shard that its replicas own."""
+        first, num = self.group.mesh.shard_rank * self.group.mesh.num_replicas, self.group.mesh.num_replicas
+        return owned.of(range(first, first + num))
+
+    def _join_replicas(self, own: torch.Tensor, owned: Sizes, summed: Handoff) -> tuple[torch.Tensor, Handoff]:
+        """Gather the shard of which each replica has summed up a part. Returns it, and its handoff."""
+        mesh, result, sizes = self.group.mesh, list[torch.Tensor](), self._owned_of_shard(owned)
+
+        def run(async_op: bool) -> Pending | None:
+            result.append(mesh.replicate_transport.empty(sum(sizes), own.dtype, own.device))
+            return mesh.replicate_transport.all_gather(result[0], own, sizes, async_op)
+
+        handoff = self._streams.all_reduce.run(run, after=summed)
+        return result[0], handoff
 
     def _sum_over_replicas(
         self,
@@ -669,6 +708,9 @@ class Gradients:
         if not self._plan.lane_owns_rows:
             self._give_back(reduction.rows)
         reduced, with_gradient, scale = reduction.result.summed, reduction.result.with_gradient, reduction.scale
+        if reduction.is_partial and self._plan.owned is not None:
+            self.partial = reduction.result
+            return
         if reduction.is_partial:
             earlier = self.partial
             self.partial = (
@@ -733,13 +775,17 @@ class Gradients:
             return
         group, mesh = self.group, self.group.mesh
         pieces = mesh.pieces_of(mesh.shard_rank)
+        sizes = self._plan.reduced_by_piece.of(pieces)
+        is_dropped = torch.zeros(sum(sizes), dtype=torch.bool)
+        for piece, part in zip(pieces, parts(is_dropped, sizes), strict=True):
+            for index in indices:
+                extent = group.gradient_packing.slots[index].held(piece)
+                part[extent.start : extent.stop] = True
+                part[group.gradient_packing.shard_numels[piece] + index] = True  # the flag
+        if self._plan.owned is not None:
+            is_dropped = parts(is_dropped, self._owned_of_shard(self._plan.owned))[mesh.replica]
         with torch.no_grad():
-            by_piece = parts(self.partial.summed, self._plan.reduced_by_piece.of(pieces))
-            for piece, part in zip(pieces, by_piece, strict=True):
-                for index in indices:
-                    extent = group.gradient_packing.slots[index].held(piece)
-                    part[extent.start : extent.stop].zero_()
-                    part[group.gradient_packing.shard_numels[piece] + index] = 0  # the flag
+            self.partial.summed.masked_fill_(is_dropped.to(group.device), 0)
         self.partial = replace(self.partial, with_gradient=self.partial.with_gradient - indices)
 
     def discard(self) -> None:

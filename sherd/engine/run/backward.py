@@ -113,6 +113,8 @@ class Backward:
         num_groups = num_trained = 0
         divide_by = self._num_ranks if policy.divide_factor is None else policy.divide_factor
         may_borrow, is_one_of_many = policy.reduce_scatter is None, policy.accumulation is not None
+        if policy.accumulation is not None:
+            divide_by *= policy.accumulation.num_averaged
         for gradients in expected:
             num = gradients.expect(divide_by, may_borrow, policy.reduce_gradients, is_one_of_many, policy.contributes)
             num_groups += num > 0

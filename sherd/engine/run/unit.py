@@ -22,11 +22,26 @@ from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.ownership import UNIT
 from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
 from sherd.engine.state.unit_shards import UnitShards
-from sherd.errors import StateError, WrapperStateError
+from sherd.errors import PolicyError, StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, SavedOnHost, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
+
+
+def _require_in_order(name: str, fields: Mapping[str, object]) -> None:
+    """Raise PolicyError if a policy with `fields` has gradients added up elsewhere than in the order of ranks."""
+    if fields.get("reduce_gradients") is False:
+        raise PolicyError(
+            f"unit {name} adds gradients up in the order of ranks, and without a reduction (no_sync, a pipeline) each "
+            "rank adds up its own first; call accumulate(model, n), or leave out CommPolicy(reduce=)"
+        )
+    for field in ("reduce_scatter", "all_reduce", "all_reduce_hook"):
+        if fields.get(field) is not None:
+            raise PolicyError(
+                f"unit {name} adds gradients up in the order of ranks, and {field} of the user's own may add them in "
+                "another; leave one of the two out"
+            )
 
 
 class UnitRuntime(ABC):
@@ -249,6 +264,8 @@ class Unit(UnitGroups):
         Raises:
             StateError: the groups would change, and gradients wait for a reduction.
         """
+        if self.mesh.comm.sums_in_order:
+            _require_in_order(self.name, fields)
         before, grouping = self.policy, self._grouping()
         self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
         self.was_unsynced |= not (self.policy.reduce_gradients and self.policy.all_reduce_gradients)
@@ -267,8 +284,9 @@ class Unit(UnitGroups):
     def reduce_fully(self, is_last: bool) -> None:
         """Reduce gradients over all axes in the next backward if it `is_last`, else only over axes that cannot wait."""
         policy = self.policy
-        over_shards = is_last or not policy.accumulates_unsharded
-        over_copies = is_last or not policy.accumulates_copies
+        in_order = self.mesh.comm.sums_in_order
+        over_shards = is_last or in_order or not policy.accumulates_unsharded
+        over_copies = is_last or not (in_order or policy.accumulates_copies)
         if (policy.reduce_gradients, policy.all_reduce_gradients) != (over_shards, over_copies):
             self.change(reduce_gradients=over_shards, all_reduce_gradients=over_copies)
 
@@ -276,7 +294,8 @@ class Unit(UnitGroups):
     def waits_for_replicas(self) -> bool:
         """Whether gradients are reduced over the shard axis now, and over the replicas later."""
         policy = self.policy
-        return self.mesh.num_replicas > 1 and policy.reduce_gradients and not policy.all_reduce_gradients
+        adds_later = self.mesh.num_replicas > 1 or self.mesh.comm.sums_in_order
+        return adds_later and policy.reduce_gradients and not policy.all_reduce_gradients
 
     @property
     def steps_in_backward(self) -> bool:
