@@ -31,7 +31,7 @@ from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.reduction_table import (
     SUM,
-    Reduction,
+    ReductionRow,
     by_dtype,
     local_gradient_of,
     local_norms,
@@ -162,7 +162,7 @@ class _Gradients:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.is_wide = False
         records = (ShardedParameter.of(each) for each in parameters)
-        self.are_in_order = any(record is not None and record.mesh.comm.sums_in_order for record in records)
+        self.are_in_order = any(record is not None and record.mesh.sums_in_order for record in records)
         self.devices: dict[dist.ProcessGroup, torch.device] = {}
         self.counted: dict[Groups, list[list[Tensor]]] = {}
         self.scaled: list[list[Tensor]] = []
@@ -239,7 +239,11 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
 
 
 def _joined(
-    gradients: _Gradients, row: Reduction, part_of: PartOf, home: torch.device, extra_groups: Sequence[dist.ProcessGroup]
+    gradients: _Gradients,
+    row: ReductionRow,
+    part_of: PartOf,
+    home: torch.device,
+    extra_groups: Sequence[dist.ProcessGroup],
 ) -> Tensor:
     """Returns the joined parts of all ranks, `part_of(lists)` for this rank's lists of shards."""
     purpose = "the norm of the gradients"
@@ -277,7 +281,7 @@ def _exact_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
     return total ** (1 / power)
 
 
-def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
+def _part(lists: Sequence[list[Tensor]], row: ReductionRow, power: float, fused: bool, home: torch.device) -> Tensor:
     """Returns the number that this rank sends for its shards."""
     dtype = sum_dtype(torch.float32, home)
     norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]

@@ -347,10 +347,9 @@ class CommPolicy:
 
     @classmethod
     def reproducible(cls, **options: Any) -> CommPolicy:
-        """Returns a policy with which a training has the same bits on any number of ranks, with other `options` as given.
+        """Returns a policy with which a training has the same bits on any number of ranks, and other `options`.
 
-        Also norms of gradients are then added up in no order (`clip_grad_norm_`). docs/do/reproducible.md says what
-        else it takes.
+        Norms of gradients have them, too (`clip_grad_norm_`). docs/do/reproducible.md says what else it takes.
         """
         return cls(**{"reduce": Reduction(order="ranks"), **options})
 

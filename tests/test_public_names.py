@@ -59,6 +59,7 @@ OURS = {
     "Plan",
     "PrefetchPolicy",
     "RaggedDTensor",
+    "Reduction",
     "ShardedForm",
     "ShardedGradScaler",
     "Refreshed",

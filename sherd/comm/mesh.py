@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
 from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
 from sherd.comm.objects import all_gather_objects
-from sherd.comm.owner_sums import OwnerSums, SumsInOrder
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy, DataParallelMeshDims, Level, Reduction
+
+if TYPE_CHECKING:
+    from sherd.comm.owner_sums import SumsInOrder
 
 ONE_RANK = "alone"
 """The name of an axis of this rank alone, in a mesh whose other axes are not data parallel."""
@@ -63,7 +66,7 @@ class DataMesh:
         self.replicate_axis = replicate_axis
         self.full = full
         self.dims = dims
-        self.comm = comm
+        self.comm, self.sums_in_order = comm, comm.sums_in_order
         self.copies = copies
         self.given = mesh if copies is None else copies
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
@@ -149,7 +152,7 @@ class DataMesh:
 
     def _alike(self, mesh: DeviceMesh) -> DeviceMesh:
         """Returns `mesh`, a mesh of this one's axes, on which gradients are added up as on this one."""
-        if self.comm.sums_in_order:
+        if self.sums_in_order:
             _in_order[id(mesh)] = mesh
         return mesh
 
@@ -213,22 +216,31 @@ class DataMesh:
         transport = self.transport_of(group)
         if group is None or reduction is None or reduction.is_in_order:
             return transport
+        from sherd.comm.owner_sums import OwnerSums  # of few policies, so loaded late
+
         return OwnerSums(transport, group, reduction)
 
     @cached_property
     def in_order(self) -> SumsInOrder | None:
         """The sums in the order of ranks, if the policy asks for them. Collective at first."""
-        return SumsInOrder(self) if self.comm.sums_in_order else None
+        if not self.sums_in_order:
+            return None
+        from sherd.comm.owner_sums import SumsInOrder  # of few policies, so loaded late
 
-    def with_all_ranks(self) -> tuple[dist.ProcessGroup | None, Transport]:
-        """Returns the group of all data-parallel ranks, and its transport. Collective at first."""
-        if self.num_replicas == 1:
-            group = self.shard_group
-        elif self.num_shards == 1:
-            group = self.replicate_group
-        else:
+        group = self.shard_group if self.num_replicas == 1 else self.replicate_group
+        if self.num_shards > 1 and self.num_replicas > 1:
             group = _as_one_axis(self, shards=True).shard_group
-        return group, _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
+        ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        num_cuts = self.num_replicas if self.holds_copies else 1
+        transport = _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
+        return SumsInOrder(transport, [*map(self._part_of, ranks)], self._part_of(dist.get_rank()), num_cuts)
+
+    def _part_of(self, rank: int) -> int:
+        """Returns which part of all gradients a global rank owns, where each rank owns one."""
+        (at,) = (self.mesh.mesh == rank).nonzero().tolist()
+        shard = 0 if self.shard_axis is None else at[self.shard_axis]
+        replica = 0 if self.replicate_axis is None else at[self.replicate_axis]
+        return int(shard * self.num_replicas + replica)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """Returns the transport between the ranks of `group`, a group of this mesh; None is this rank alone."""

@@ -1,18 +1,16 @@
-"""Sums of gradients as a policy's `Reduction` asks: in another dtype than that of the wire, or in the order of ranks."""
+"""Sums of gradients as a policy's `Reduction` asks: in a wider dtype than the wire's, or in the order of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from sherd.comm.transport import Pending, Sizes, Then, Transport, parts
 from sherd.policy import Reduction
-
-if TYPE_CHECKING:
-    from sherd.comm.mesh import DataMesh
 
 
 class OwnerSums(Transport):
@@ -31,8 +29,11 @@ class OwnerSums(Transport):
         return self._transport.nbytes
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-        """Returns the bytes of all ranks' versions of this rank's part, or those of `transport`."""
-        return max(self._transport.scratch_bytes(sizes, rank, itemsize), len(sizes) * sizes[rank] * itemsize)
+        """Returns the bytes of all ranks' versions of this rank's part, unless the transport sums by itself."""
+        wire = self._reduction.wire_dtype(torch.float32 if itemsize == 4 else torch.bfloat16)
+        if self._transport.sum_dtype(wire) is self._reduction.sum_dtype(wire):
+            return self._transport.scratch_bytes(sizes, rank, itemsize)
+        return _scratch_bytes(self._transport, sizes, rank, itemsize)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of the reduction's sums of `dtype`."""
@@ -71,44 +72,56 @@ class OwnerSums(Transport):
         return None
 
 
+def _scratch_bytes(transport: Transport, sizes: Sequence[int], rank: int, itemsize: int) -> int:
+    """Returns the bytes that `add_onto` takes on `rank`."""
+    if transport.shares_memory or len(sizes) == 1:
+        return 0
+    return transport.scratch_bytes(sizes, rank, itemsize) or len(sizes) * sizes[rank] * itemsize
+
+
 def cut(numel: int, num_parts: int) -> Sizes:
     """Returns `num_parts` lengths, as equal as possible."""
     ends = [numel * part // num_parts for part in range(num_parts + 1)]
-    return Sizes(stop - start for start, stop in zip(ends, ends[1:], strict=False))
+    return Sizes(stop - start for start, stop in pairwise(ends))
+
+
+def _drop(sent: torch.Tensor) -> None:
+    """Do nothing; until the call, `sent` is held."""
 
 
 class SumsInOrder:
-    """The sums over all data-parallel ranks of `mesh`, in the order of their global ranks.
+    """The sums over all data-parallel ranks of a mesh, in the order of their global ranks.
 
-    A shard is divided among its replicas, as with `mesh.shards_replicas`: part `shard * num_replicas + replica` is that
-    of one rank. Making it is collective.
+    A shard is divided among its replicas, as with `DataMesh.shards_replicas`: part `shard * num_replicas + replica` is
+    that of one rank.
+
+    Args:
+        transport: between all these ranks.
+        order: the part of each rank of the transport's group.
+        part: that of this rank.
+        num_cuts: into how many parts each part that a reduction sends is to be cut.
     """
 
-    def __init__(self, mesh: DataMesh) -> None:
-        self.part = mesh.shard_rank * mesh.num_replicas + mesh.replica
-        self._num_replicas, self._is_divided = mesh.num_replicas, mesh.shards_replicas
-        group, self._transport = mesh.with_all_ranks()
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        self._order = [self._part_of(mesh, rank) for rank in ranks] or [0]
-        """The part of each rank of the group."""
+    def __init__(self, transport: Transport, order: Sequence[int], part: int, num_cuts: int) -> None:
+        self._transport, self._order, self.part, self._num_cuts = transport, order, part, num_cuts
+        self._is_sorted = list(order) == sorted(order)
 
-    def _part_of(self, mesh: DataMesh, rank: int) -> int:
-        (at,) = (mesh.mesh.mesh == rank).nonzero().tolist()
-        shard = 0 if mesh.shard_axis is None else at[mesh.shard_axis]
-        replica = 0 if mesh.replicate_axis is None else at[mesh.replicate_axis]
-        return int(shard * mesh.num_replicas + replica)
+    def sizes(self, sent: Sizes) -> Sizes:
+        """Returns the lengths of all parts, given those that a reduction sends."""
+        if self._num_cuts == 1:
+            return sent
+        return Sizes(size for part in sent for size in cut(part, self._num_cuts))
 
-    def sizes(self, by_piece: Sizes) -> Sizes:
-        """Returns the lengths of all parts, given those of the pieces that a reduction sends."""
-        if self._num_replicas == 1 or self._is_divided:
-            return by_piece
-        return Sizes(size for of_shard in by_piece for size in cut(of_shard, self._num_replicas))
+    def scratch_bytes(self, sizes: Sizes, itemsize: int) -> int:
+        """Returns the bytes that `add` takes."""
+        moved = 0 if self._is_sorted else sum(sizes)
+        return moved * itemsize + _scratch_bytes(self._transport, sizes, self.part, itemsize)
 
     def add(self, total: torch.Tensor, rows: torch.Tensor, sizes: Sizes, async_op: bool) -> Pending | None:
         """Add this rank's part in the `rows` of all ranks to `total`; `sizes` are those of all parts in the rows."""
-        if self._order == sorted(self._order):
+        if self._is_sorted:
             return self._transport.add_onto(total, rows, sizes, async_op)
         given = parts(rows, sizes)
         sent = torch.cat([given[part] for part in self._order])
         pending = self._transport.add_onto(total, sent, Sizes(sizes[part] for part in self._order), async_op)
-        return None if pending is None else Then(pending, sent.detach)  # which holds it until then
+        return None if pending is None else Then(pending, partial(_drop, sent))

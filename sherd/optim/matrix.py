@@ -527,8 +527,8 @@ class _Step:
     ) -> dict[MatrixItem, torch.Tensor]:
         """Returns the updates of the items in `received` and `local`, and notes those of the latter.
 
-        One call of the function computes all matrices of one shape and parameter group, or one matrix. Where something is wrong on
-        this rank, updates are zeros.
+        One call of the function computes all matrices of one shape and parameter group, or one matrix. Where something
+        is wrong on this rank, updates are zeros.
         """
         matrices = dict(received)
         for item, held in local:

@@ -132,7 +132,7 @@ class MatrixPlan:
         options = [options_of(groups[at]) for at in self.group_of]
         self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
-        self.one_by_one = any(each is not None and each.mesh.comm.sums_in_order for each in self._records)
+        self.one_by_one = any(each is not None and each.mesh.sums_in_order for each in self._records)
         """Products of one matrix are rounded otherwise than those of several, and ranks own as many as there are ranks:
         where gradients have the same bits on any number of ranks, each matrix is computed by itself."""
         self._axes = [

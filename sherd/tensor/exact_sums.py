@@ -2,7 +2,7 @@
 
 Each value becomes a whole number of units, two numbers of 28 bits each, of which integer sums are exact. The unit is
 relative to the largest magnitude on all ranks. So a value counts the same wherever it is, and a sum of n values is off
-by at most n * 2**-57 of the largest (as in Demmel and Nguyen, "Parallel Reproducible Summation", 2015, with fixed bins).
+by at most n * 2**-57 of the largest. After Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 _BITS = 28  # so that int64 holds the sum of 2**35 values
 _CHUNK = 1 << 20  # elements that are widened at once
@@ -47,11 +48,17 @@ class ExactSum:
         rest = ((scaled - whole) * 2.0**_BITS).round()
         return torch.stack([whole.sum(dtype=torch.int64), rest.sum(dtype=torch.int64)])
 
-    def of_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of signed `values`, float64, in units, `[2]`."""
-        return self._in_units(values.to(self._factor.device), self._factor)
-
     def total(self, parts: torch.Tensor) -> torch.Tensor:
         """Returns the sums of which all ranks' `parts`, `[..., 2]`, were added; inf or nan if a value was that."""
         units = parts[..., 0].double() + parts[..., 1].double() * 2.0**-_BITS
         return torch.where(self._largest.isfinite(), torch.ldexp(units, self._exponent - _BITS), self._largest)
+
+
+def sum_over_ranks(values: torch.Tensor) -> float:
+    """Returns the sum of all ranks' `values`, 1-D, which are finite and not negative. Collective over all ranks."""
+    largest = values.amax()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    exact = ExactSum(largest.cpu().double())  # some devices have no float64
+    parts = exact.parts([values.cpu()], 1).to(values.device)
+    dist.all_reduce(parts)
+    return float(exact.total(parts.cpu()))

@@ -32,7 +32,7 @@ def _as_it_is(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionRow:
     """One row of the table. Its functions take one value, or a vector of values that are reduced side by side.
 
     Attributes:
@@ -88,21 +88,23 @@ def _nan_again(parts: torch.Tensor) -> torch.Tensor:
 
 
 _Op = dist.ReduceOp
-SUM = Reduction(_Op.SUM, torch.sum, 0.0)
-PRODUCT = Reduction(_Op.PRODUCT, torch.prod, 1.0)
-ANY = Reduction(_Op.MAX, torch.amax, 0.0)
-ALL = Reduction(_Op.MIN, torch.amin, 1.0)
-LARGEST = Reduction(_Op.MAX, torch.amax, -math.inf, _beside_nan, _nan_again)
-SMALLEST = Reduction(_Op.MIN, torch.amin, math.inf, partial(_beside_nan, mark=-1), _nan_again)
-LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
+SUM = ReductionRow(_Op.SUM, torch.sum, 0.0)
+PRODUCT = ReductionRow(_Op.PRODUCT, torch.prod, 1.0)
+ANY = ReductionRow(_Op.MAX, torch.amax, 0.0)
+ALL = ReductionRow(_Op.MIN, torch.amin, 1.0)
+LARGEST = ReductionRow(_Op.MAX, torch.amax, -math.inf, _beside_nan, _nan_again)
+SMALLEST = ReductionRow(_Op.MIN, torch.amin, math.inf, partial(_beside_nan, mark=-1), _nan_again)
+LARGEST_MAGNITUDE = ReductionRow(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 
 
 @lru_cache(maxsize=64)
-def norm_of_order(power: float) -> Reduction:
+def norm_of_order(power: float) -> ReductionRow:
     """Returns the row that joins the norms of shards. The norm of order 0 is the number of elements that are not 0."""
     extremes = {math.inf: LARGEST_MAGNITUDE, -math.inf: SMALLEST, 0: SUM}
     neutral = 0.0 if power > 0 else math.inf
-    of_powers = Reduction(_Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power))
+    of_powers = ReductionRow(
+        _Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power)
+    )
     return replace(extremes.get(power, of_powers), name=f" for the norm of order {power:g}")
 
 

@@ -28,7 +28,7 @@ from sherd.tensor.reduction_table import (
     PRODUCT,
     SMALLEST,
     SUM,
-    Reduction,
+    ReductionRow,
     local_norms,
     norm_of_order,
     sum_dtype,
@@ -130,7 +130,7 @@ def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> 
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
 
 
-def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tensor:
+def _extreme(local: torch.Tensor, row: ReductionRow, layout: Places) -> torch.Tensor:
     if local.is_complex():  # torch raises only on ranks that have elements
         raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
     dtype = sum_dtype(local.dtype, local.device)

@@ -26,7 +26,7 @@ MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
 PATHS = ("data", "hf")
 FREE = (
     *("data", "micro_batch", "mesh", "strategy", "placement", "wrapping", "reshard", "offload", "checkpointing"),
-    *("recompute", "compile", "cuda_graph", "every", "logger"),
+    *("recompute", "compile", "cuda_graph", "reproducible", "every", "logger"),
 )
 """Fields that do not decide the losses, up to rounding."""
 RECIPES = {
@@ -86,6 +86,7 @@ class Config:
     precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
     compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
     cuda_graph: bool = limited(False, "replay forward, backward and clipping as one CUDA graph: docs/do/train.md")
+    reproducible: bool = limited(False, "the same bits on any number of ranks: docs/do/reproducible.md")
     # The run
     steps: int = limited(0, "optimizer steps; 0: as many as fit into minutes", at_least(0))
     minutes: float = limited(3.0, "of training; start, evaluation and saving take more time", above(0))
@@ -133,7 +134,8 @@ class Config:
         Raises InputError if the batch does not divide.
         """
         share, rest = divmod(self.batch, num_ranks)
-        for size in [self.micro_batch] if self.micro_batch else range(MOST, 0, -1):
+        wanted = self.micro_batch or int(self.reproducible)  # then the number of ranks must not decide
+        for size in [wanted] if wanted else range(MOST, 0, -1):
             if not rest and share and share % size == 0:
                 return size, share // size
         unit = num_ranks * max(1, self.micro_batch)

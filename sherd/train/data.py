@@ -27,7 +27,7 @@ def batch(text: Tensor, context: int, seed: int, first: int, num: int) -> tuple[
 
     They are inputs and targets, int64 [num, context]; a target is the byte after its input. `text` is uint8, 1-D.
 
-    Step s of a run with batches of b takes samples s*b to (s+1)*b, and rank r of n the r-th n-th of those, so neither
+    Step s of a run with batches of b takes samples s*b to (s+1)*b, in micro-batches that ranks take in turn, so neither
     resuming nor another number of ranks changes what a step trains on. An epoch visits each window of `context` bytes
     once.
     """

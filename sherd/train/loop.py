@@ -109,14 +109,12 @@ class Trainer:
             InputError: the loss or its gradient is no longer finite.
         """
         begun = time.monotonic()
-        # Dropout draws from the global generator: seeded in each step, it survives a resume without being saved.
-        torch.manual_seed(hash((self.config.seed, self.done, dist.get_rank())))
         self.model.train()
         loss, total_norm = self._compute(self._micro_batches())
         told = torch.stack([loss, loss.new_tensor(stop), loss.new_tensor(saved)])
         dist.all_reduce(told)  # one message for all, so that all ranks leave the loop after the same step
         nats, num_stops, num_saved = told.tolist()
-        norm = float(total_norm)
+        nats, norm = nats / (self.num_micro_batches * self.grid.axes.num_ranks), float(total_norm)
         if not math.isfinite(nats + norm):
             # Before the update: what a checkpoint holds stays finite, and can be gone on from.
             raise InputError(
@@ -136,7 +134,7 @@ class Trainer:
         return StepFigures(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
 
     def _gradients(self, micro_batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        """Leave clipped gradients. Returns this rank's share of the loss in nats, and the norm before clipping."""
+        """Leave clipped gradients. Returns the sum of this rank's losses in nats, and the norm before clipping."""
         loss = self.passes.train(micro_batches, self.num_micro_batches)
         return loss, clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
 
@@ -151,11 +149,12 @@ class Trainer:
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's samples of the batch that comes next. What the batch is depends on no mesh."""
-        config, size = self.config, self.micro_batch
-        share = size * self.num_micro_batches
-        first = self.done * config.batch + self.grid.data_rank * share
-        for at in range(first, first + share, size):
-            yield batch(self.text, config.context, config.seed, at, size)
+        config, size, num_ranks = self.config, self.micro_batch, self.grid.axes.num_data
+        for turn in range(self.num_micro_batches):
+            number = turn * num_ranks + self.grid.data_rank  # of the micro-batches of this step
+            # Dropout draws from the global generator: seeded each time, it survives a resume without being saved.
+            torch.manual_seed(hash((config.seed, self.done, number)))
+            yield batch(self.text, config.context, config.seed, self.done * config.batch + number * size, size)
 
     def sample(self, length: int = SAMPLE) -> str:
         """Text of so many bytes. All ranks compute it together: a forward gathers every rank's shards."""
@@ -174,7 +173,8 @@ def optimizer_of(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     vectors = [(name, each) for name, each in model.named_parameters() if each.ndim <= 1]
     if config.optimizer == "adamw":
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, BETAS, fused=True)
+        fused = not (config.reproducible and next(model.parameters()).device.type == "cpu")  # which rounds ends otherwise
+        return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, BETAS, fused=fused)
     left = left_to_adamw(model)  # by name: whether it is no hidden matrix
     groups = [
         {"params": [(name, each) for name, each in matrices if not left[name]]},

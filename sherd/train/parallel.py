@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from sherd import CommPolicy, Flat, MixedPrecisionPolicy, Owned, SherdError, auto_shard
+from sherd import CommPolicy, Flat, MixedPrecisionPolicy, Owned, Reduction, SherdError, auto_shard
 from sherd.api.auto_shard import described, shard_units
 from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
@@ -72,7 +72,7 @@ def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -
 
 def _options(config: Config) -> dict[str, Any]:
     """The other arguments of `auto_shard`."""
-    precision = MixedPrecisionPolicy()
+    precision, reduction = MixedPrecisionPolicy(), Reduction(order="ranks") if config.reproducible else None
     if config.precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return {
@@ -82,7 +82,7 @@ def _options(config: Config) -> dict[str, Any]:
         "mp_policy": precision,
         "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
-        "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error"),
+        "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error", reduce=reduction),
     }
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from sherd import FSDPModule, accumulate, capturable
 from sherd.comm.streams import aside, recorded
+from sherd.tensor.exact_sums import sum_over_ranks
 from sherd.tensor.reduction_table import sum_dtype
 from sherd.train.config import InputError
 from sherd.train.data import Windows
@@ -36,21 +37,20 @@ class Passes:
     def train(self, micro_batches: Iterable[Batch], num: int) -> Tensor:
         """Compute the gradients of the mean loss of `num` micro-batches over all ranks.
 
-        Returns this rank's share of that loss in nats, in float64 where the device has it. The caller adds up the
-        shares of all ranks.
+        Returns the sum of this rank's losses in nats, where the device has it in float64, which adds float32 exactly.
 
         Gradients are reduced over `dp` after every micro-batch, not once per step: unsharded gradients, kept from one
         micro-batch to the next, are what sharding is there to avoid. Over `replicate` they are reduced once.
         """
         assert isinstance(self.model, FSDPModule), "build shards the root"
         total = self._sum()
-        with accumulate(self.model, num):
+        with accumulate(self.model, num, average=True):
             for number, (inputs, targets) in enumerate(micro_batches, 1):
                 self.model.set_is_last_backward(number == num)
                 with running(self.grid.tp):
-                    loss = self._losses(inputs, targets).mean() / num
+                    loss = self._losses(inputs, targets).mean()
                     loss.backward()
-                total += loss.detach() / self.grid.axes.num_ranks
+                total += loss.detach()
         return total
 
     def replayed(self, compute: Compute, like: Iterable[Batch]) -> Compute:
@@ -87,7 +87,7 @@ class Passes:
 
     @torch.no_grad()
     def judge(self, windows: Windows, samples: int, num_windows: int | None = None) -> float:
-        """Returns the mean cross-entropy of a text's bytes in nats, on all ranks the same up to the rounding of sums.
+        """Returns the mean cross-entropy of a text's bytes in nats, on any number of ranks the same.
 
         About `num_windows` are judged, spread evenly over the text (None: all), `samples` in one forward of one rank.
         """
@@ -95,18 +95,17 @@ class Passes:
         spread = max(1, windows.num // num_windows) if num_windows else 1
         chosen = range(0, windows.num, spread)
         rank, num_ranks = self.grid.data_rank, self.grid.axes.num_data
-        share = -(-len(chosen) // num_ranks)  # of each rank; the last ones may get empty windows
-        mine = [n * spread for n in range(rank * share, (rank + 1) * share)]
-        nats, num_bytes = self._sum(), self._sum()
-        for at in range(0, share, samples):
-            inputs, targets, weights = windows.batch(mine[at : at + samples])
+        turns = -(-len(chosen) // (samples * num_ranks))
+        nats, num_bytes = torch.zeros(turns, dtype=self._sum().dtype, device=self.device), self._sum()
+        for turn in range(turns):
+            first = (turn * num_ranks + rank) * samples  # the last ranks may get empty windows
+            inputs, targets, weights = windows.batch([n * spread for n in range(first, first + samples)])
             weights = weights.to(self.device).flatten()
             with running(self.grid.tp):
-                nats += self._losses(inputs, targets) @ weights
+                nats[turn] = self._losses(inputs, targets) @ weights
             num_bytes += weights.sum()
-        total = torch.stack([nats, num_bytes])
-        dist.all_reduce(total)
-        return float(total[0] / total[1])
+        dist.all_reduce(num_bytes)
+        return sum_over_ranks(nats) / float(num_bytes)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The logits of `tokens`, [samples, length] of any length and the same on all ranks, on every rank."""

@@ -177,9 +177,11 @@ def predicted_and_taken(setting: Setting) -> tuple[int, int]:
 
 @pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*SETTINGS, "Flat", "coalesced", "replicated"])
+@pytest.mark.parametrize("name", [*SETTINGS, "Flat", "coalesced", "replicated", "in order", "summed in float32"])
 def test_a_step_takes_what_was_predicted_to_the_byte(name, num_ranks, sim_world):
     others = {each: replace(IN_PARTS, placement=each) for each in ("Flat", "replicated")}
+    others |= {"in order": replace(IN_PARTS, reduction="ranks")}
+    others |= {"summed in float32": replace(IN_PARTS, reduction="any bfloat16")}
     others["coalesced"] = replace(IN_PARTS, transport="coalesced")
     setting = (SETTINGS | others)[name]
     for said, taken in sim_world(num_ranks, spoil="no", races="off").run(predicted_and_taken, setting).values:

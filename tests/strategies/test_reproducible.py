@@ -280,7 +280,9 @@ def test_gradients_in_bfloat16_are_added_up_in_float32():
     for transport in ("shared_memory", "gloo", "torch"):
         for order in ("any", "ranks"):
             reduction = sherd.Reduction(wire=torch.bfloat16, order=order)
-            sharded = sherd.fully_shard(nn.Linear(64, 64, bias=False), comm_policy=sherd.CommPolicy(transport, reduce=reduction))
+            sharded = sherd.fully_shard(
+                nn.Linear(64, 64, bias=False), comm_policy=sherd.CommPolicy(transport, reduce=reduction)
+            )
             (sharded(torch.eye(64)) * plain[rank]).sum().backward()
             rounded = [each.T.to(torch.bfloat16).float() for each in plain]
             assert torch.equal(whole(sharded.weight.grad), (rounded[0] + rounded[1]) / 2)
@@ -303,7 +305,9 @@ def test_what_is_no_reduction_is_refused():
     refuses(lambda: sherd.Reduction(wire=torch.complex64), "wire=torch.complex64.: expected a real dtype of 16")
     refuses(lambda: sherd.CommPolicy(reduce="ranks"), "reduce='ranks'.: expected a Reduction or None")
     refuses(lambda: sherd.CommPolicy.reproducible(divergence="join"), "no common order of them")
-    refuses(lambda: sherd.CommPolicy.reproducible(reduce_replicas=sherd.Reduction()), "the order of ranks is one for all")
+    refuses(
+        lambda: sherd.CommPolicy.reproducible(reduce_replicas=sherd.Reduction()), "the order of ranks is one for all"
+    )
 
 
 @on_processes(2)

@@ -16,8 +16,8 @@ from tests.support.refusals import one_line
 refused = partial(one_line, InputError)
 
 
-def test_the_trainer_has_at_most_31_fields_and_fewer_than_2800_lines():
-    assert len(fields(Config)) <= 31
+def test_the_trainer_has_at_most_32_fields_and_fewer_than_2800_lines():
+    assert len(fields(Config)) <= 32
     files = Path(configs.__file__).parent.glob("*.py")
     assert sum(len(file.read_text().splitlines()) for file in files) < 2800
 

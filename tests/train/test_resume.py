@@ -75,3 +75,20 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks_and_the_one_before_is_whole
     for said, saved, done in world(2).run(not_written, chosen, tmp_path):
         assert said.endswith("rank 1: No space left on device; step 2 is complete, --resume goes on from it")
         assert (saved, 4 <= done <= 8) == ([], True)
+
+
+REPRODUCIBLE = ["", "placement=flat precision=bf16", "strategy=zero1 micro_batch=1", "optimizer=muon"]
+
+
+@pytest.mark.values
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("words", REPRODUCIBLE)
+def test_reproducible_figures_are_those_of_any_number_of_ranks_also_after_a_resume(
+    world, text, tmp_path, words, before, after
+):
+    """Losses, norms and bits of the held-out text, to the last bit."""
+    chosen = Config.of(config(text).tree(), assigned(["batch=24", *words.split(), "reproducible=true"]))
+    expected = world(1).run(figures, chosen, tmp_path / "one")[0]
+    first = world(before).run(figures, chosen, tmp_path / "cut", stop_after=3)[0]
+    for rest in world(after).run(figures, chosen, tmp_path / "cut", resume=True):
+        assert tuple(begun + others for begun, others in zip(first, rest, strict=True)) == expected

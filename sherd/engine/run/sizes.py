@@ -19,10 +19,9 @@ def sizes_of(unit: Unit) -> list[GroupSizes]:
 def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     group, plan = weights.group, weights.plan
     trained, mesh = group.trained, group.mesh
-    own = mesh.shard_transport
     sender, reducer = (
         own if user is None or mesh.only_sums else UsersCollectives(user, None)
-        for user in (policy.all_gather, policy.reduce_scatter)
+        for own, user in ((mesh.shard_transport, policy.all_gather), (mesh.reduce_transport, policy.reduce_scatter))
     )
     fill = plan.fill_by(sender)
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
@@ -34,7 +33,13 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         kept = group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
     stores_at_once = group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1
-    is_in_rows = stores_at_once and group.is_one_piece and plan.lane_owns_rows
+    is_in_rows = stores_at_once and group.is_one_piece and plan.lane_owns_rows and plan.owned is None
+    reduced = (sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize
+    scratch = reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize)
+    if plan.owned is not None and mesh.in_order is not None and mesh.comm.reduce is not None:
+        own = plan.owned[mesh.in_order.part] * mesh.comm.reduce.sum_dtype(reduce).itemsize
+        reduced = sums[mesh.shard_rank] * mesh.comm.reduce.sum_dtype(reduce).itemsize if mesh.holds_copies else own
+        scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
     return GroupSizes(
         shards=_shard_bytes(group, plan),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
@@ -46,11 +51,9 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
         borrows=plan.borrows(compute),
         gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
-        reduced=0
-        if is_in_rows
-        else (sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
+        reduced=0 if is_in_rows else reduced,
         gradients=summed * group.grad_dtype.itemsize,
-        scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
+        scratch=scratch,
         is_all_trainable=len(trained) == len(group.parameters),
         lands=fill is Fill.FROM_RANKS,
         collects_late=plan.collects_late,

@@ -264,7 +264,7 @@ class Unit(UnitGroups):
         Raises:
             StateError: the groups would change, and gradients wait for a reduction.
         """
-        if self.mesh.comm.sums_in_order:
+        if self.mesh.sums_in_order:
             _require_in_order(self.name, fields)
         before, grouping = self.policy, self._grouping()
         self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
@@ -284,7 +284,7 @@ class Unit(UnitGroups):
     def reduce_fully(self, is_last: bool) -> None:
         """Reduce gradients over all axes in the next backward if it `is_last`, else only over axes that cannot wait."""
         policy = self.policy
-        in_order = self.mesh.comm.sums_in_order
+        in_order = self.mesh.sums_in_order
         over_shards = is_last or in_order or not policy.accumulates_unsharded
         over_copies = is_last or not (in_order or policy.accumulates_copies)
         if (policy.reduce_gradients, policy.all_reduce_gradients) != (over_shards, over_copies):
@@ -294,7 +294,7 @@ class Unit(UnitGroups):
     def waits_for_replicas(self) -> bool:
         """Whether gradients are reduced over the shard axis now, and over the replicas later."""
         policy = self.policy
-        adds_later = self.mesh.num_replicas > 1 or self.mesh.comm.sums_in_order
+        adds_later = self.mesh.num_replicas > 1 or self.mesh.sums_in_order
         return adds_later and policy.reduce_gradients and not policy.all_reduce_gradients
 
     @property

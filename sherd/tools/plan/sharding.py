@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
+from sherd.comm.mesh import DataMesh
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
 from sherd.policy import OffloadPolicy, Place
@@ -146,12 +148,20 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             if plan.is_never_gathered or mesh.only_sums
             else group.packing.gathered_numel * group.compute_dtype.itemsize,
             reduced=reduced if mesh.num_shards > 1 else 0,
-            all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
+            all_reduced=_all_reduced(mesh, reduced, group.reduce_dtype),
             owned=group.shard_buffer.nbytes,
             copied=group.shard_numel * group.compute_dtype.itemsize,
             shard=group_of(mesh.shard_group),
             replicate=group_of(mesh.replicate_group),
         )
+
+
+def _all_reduced(mesh: DataMesh, reduced: int, dtype: torch.dtype) -> int:
+    if mesh.num_replicas == 1:
+        return 0
+    reduction = mesh.comm.reduce_replicas
+    wire = dtype if reduction is None else reduction.wire_dtype(dtype)
+    return reduced // dtype.itemsize * wire.itemsize // mesh.num_shards
 
 
 # Equal blocks
