@@ -47,7 +47,7 @@ BACKEND = "cpu:gloo,sim:simccl"
 TIMEOUT = timedelta(seconds=90)
 """Of every group. Shorter than a run may take, so that the rank that does not come is named."""
 RUN_S = 180.0
-"""How long a run may take: an end for what hangs, and long, as a busy machine may be many times slower than an idle one."""
+"""How long a run may take: an end for what hangs. A busy machine may be many times slower than an idle one."""
 START_S = 300.0
 """How long ranks may take to start."""
 GRACE_S = 5.0
