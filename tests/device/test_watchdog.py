@@ -87,7 +87,7 @@ def ends(folder: Path, num_ranks: int, timeout_s: float, fn: Callable[..., Any],
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + TIMEOUT_S - 20
         for rank, process in enumerate(processes):
             if rank != 1:
                 process.join(max(0.0, deadline - time.monotonic()))
