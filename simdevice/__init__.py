@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ __all__ = [
     "Task",
     "Times",
     "calling_line",
+    "closed_gate",
     "configure",
     "holders_at_peak",
     "host_reads",
@@ -218,6 +219,22 @@ def host_reads(tensor: torch.Tensor) -> None:
 def host_writes(tensor: torch.Tensor) -> None:
     """Say that the host writes a pinned tensor now. It is a race if a copy from or into it was not waited for."""
     native().host_access(tensor, True)
+
+
+class Gate(Protocol):
+    """What keeps a stream busy."""
+
+    def open(self) -> None:
+        """Let the stream go on."""
+
+
+def closed_gate() -> Gate:
+    """Keep the current stream busy until the gate is opened, or dropped: with `sleep`, a slow host may come too late.
+
+    Whoever waits for the stream before that waits forever.
+    """
+    gate: Gate = native().Gate()
+    return gate
 
 
 def sleep(microseconds: int) -> None:

@@ -44,8 +44,10 @@ from torch.utils._pytree import tree_map
 import simdevice
 
 BACKEND = "cpu:gloo,sim:simccl"
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=90)
 """Of every group. Shorter than a run may take, so that the rank that does not come is named."""
+RUN_S = 180.0
+"""How long a run may take: an end for what hangs. A busy machine may be many times slower than an idle one."""
 START_S = 300.0
 """How long ranks may take to start."""
 GRACE_S = 5.0
@@ -80,7 +82,7 @@ class World:
         self._processes = processes
         self._settings = settings
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> Found:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S, **kwargs: Any) -> Found:
         """`fn(*args, **kwargs)` on every rank. Raises what the processes raise, and AssertionError for a race."""
         __tracebackhide__ = True
         found = self.observe(fn, *args, timeout=timeout, **kwargs)
@@ -88,7 +90,7 @@ class World:
         assert not races, f"nothing puts these in an order ({self._settings}):\n{races}"
         return found
 
-    def observe(self, fn: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> Found:
+    def observe(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S, **kwargs: Any) -> Found:
         """As `run`, but races are only returned."""
         __tracebackhide__ = True
         seen = self._processes.run(_watched, self._settings, fn, args, kwargs, timeout=timeout)
@@ -143,7 +145,7 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S) -> list[Any]:
         """Returns `fn(*args)` of every rank. Raises RanksFailed; the processes are killed then."""
         __tracebackhide__ = True
         name = getattr(args[1] if fn is _watched else fn, "__qualname__", str(fn))

@@ -566,6 +566,26 @@ def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_retur
     assert order == ["gradient", "end", "returned"]
 
 
+def test_at_end_of_backward__drops_what_it_has_called():
+    class Callback:
+        def __call__(self):
+            called.append(True)
+
+    called, alive = [], []
+
+    def queue(gradient):
+        callback = Callback()
+        seen = weakref.ref(callback)
+        _torch.at_end_of_backward(callback)
+        # Autograd still has what was queued when this is called.
+        _torch.at_end_of_backward(lambda: alive.append(seen()))
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(queue)
+    x.sum().backward()
+    assert (called, alive) == ([True], [None])
+
+
 @on_threads(1)
 def test_become_view__changes_the_shape_outside_and_inside():
     before, after = (

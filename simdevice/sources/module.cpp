@@ -65,6 +65,19 @@ void sleep(int64_t microseconds) {
   enqueue(current_stream(), "sleep", {}, Cost{Engine::compute, double(microseconds)}, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
+/// Keeps the current stream busy until it is opened, or dies.
+class Gate {
+ public:
+  Gate() {
+    enqueue(current_stream(), "gate", {}, Cost{}, [opened = opened_] { opened->wait(); });
+  }
+  ~Gate() { open(); }
+  void open() { opened_->set(); }
+
+ private:
+  const EventPtr opened_ = std::make_shared<Event>(Clock{}, Moment{});
+};
+
 void access_by_host(const at::Tensor& tensor, bool write) {
   TORCH_CHECK(tensor.device().is_cpu(), "sim: the host reads and writes its own memory, not that of ", tensor.device());
   if (tensor.numel()) host_access(bytes_of(tensor, write), write ? "a write" : "a read");
@@ -131,6 +144,7 @@ PYBIND11_MODULE(sim_native, module) {
   module.def("holders_at_peak", &holders_at_peak);
   module.def("host_access", &access_by_host);
   module.def("sleep", &sleep);
+  py::class_<Gate>(module, "Gate").def(py::init<>()).def("open", &Gate::open);
   module.def("times", &times_from_python);
   module.def("trace", &trace_from_python);
   module.def("reset_times", [] {

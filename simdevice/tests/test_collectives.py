@@ -54,15 +54,16 @@ def test_values_are_those_of_gloo_or_where_it_has_no_such_collective_right(num_r
 def gather_behind_a_busy_stream(is_async: bool) -> tuple[bool, torch.Tensor]:
     out = torch.empty(2 * SIZE, device="sim")
     mine = torch.full((SIZE,), 1.0 + dist.get_rank(), device="sim")
-    simdevice.sleep(1_000_000)
-    slept = torch.accelerator.current_stream().record_event()
+    gate = simdevice.closed_gate()
     mine.mul_(2)
     work = gather_single(out, mine, async_op=is_async)
     if work is not None:
         assert not work.is_completed()
         work.wait()
     result = out + 1
-    return not slept.query(), result
+    is_behind = not torch.accelerator.current_stream().query()
+    gate.open()
+    return is_behind, result
 
 
 def test_host_waits_for_no_collective(sim_world):

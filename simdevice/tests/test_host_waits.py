@@ -44,11 +44,12 @@ def test_copies_with_pinned_memory_do_not_wait(x):
     pinned = torch.ones(6).pin_memory()
     assert pinned.is_pinned()
     assert not torch.ones(6).is_pinned()
-    simdevice.sleep(500_000)
+    gate = simdevice.closed_gate()
     x.copy_(pinned, non_blocking=True)
     back = torch.empty(6, pin_memory=True).copy_(x * 2, non_blocking=True)
     assert not torch.accelerator.current_stream().query()
     assert simdevice.host_waits() == {}
+    gate.open()
     torch.accelerator.synchronize()
     assert back.tolist() == [2] * 6
 
@@ -56,19 +57,21 @@ def test_copies_with_pinned_memory_do_not_wait(x):
 def test_the_host_may_overwrite_pageable_memory_at_once_and_pinned_memory_not(x):
     for pin, expected in ((False, 1), (True, 5)):
         source = torch.ones(6, pin_memory=pin)
-        simdevice.sleep(300_000)
+        gate = simdevice.closed_gate()
         x.copy_(source, non_blocking=True)
         source.fill_(5)
+        gate.open()
         assert x[0].item() == expected
 
 
 def test_pinned_memory_is_reused_only_when_its_copies_have_run(x):
-    simdevice.sleep(500_000)
+    gate = simdevice.closed_gate()
     pinned = torch.ones(6, pin_memory=True)
     begin = pinned.data_ptr()
     x.copy_(pinned, non_blocking=True)
     del pinned
     assert torch.empty(6, pin_memory=True).data_ptr() != begin
+    gate.open()
     torch.accelerator.synchronize()
     several = [torch.empty(6, pin_memory=True) for _ in range(2)]
     assert begin in {each.data_ptr() for each in several}

@@ -77,12 +77,13 @@ def test_recorded_streams_hold_a_block_until_they_have_passed(device):
     begin = x.data_ptr()
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        simdevice.sleep(1_000_000)
+        gate = simdevice.closed_gate()
         y = x * 2
     x.record_stream(side)
     del x
     assert bytes_of(4000).data_ptr() != begin
     assert stat("active_bytes.all.current") > stat("allocated_bytes.all.current")
+    gate.open()
     side.synchronize()
     again = bytes_of(4000)
     assert again.data_ptr() == begin
@@ -224,9 +225,11 @@ def test_memory_that_is_freed_holds_nan_when_asked(device):
         x = torch.ones(100, device=device)
         torch.accelerator.synchronize()
         with side:
-            simdevice.sleep(300_000)
+            gate = simdevice.closed_gate()
             late = x * 2  # nothing says that the memory is still used
         del x
+        torch.sim.default_stream().synchronize()
+        gate.open()
         with side:
             assert late.isnan().all().item() == (spoil == "freed")
 

@@ -8,16 +8,14 @@ import torch
 
 import simdevice
 
-# Microseconds that a stream is kept busy: longer than the host takes for a few calls, also on a busy machine.
-LONG = 1_000_000
-
 
 def test_the_host_does_not_wait_for_what_it_queues(device):
     x = torch.ones(64, 64, device=device)
-    simdevice.sleep(LONG)
+    gate = simdevice.closed_gate()
     y = x @ x
     done = torch.accelerator.current_stream().record_event()
     assert not done.query()
+    gate.open()
     assert y[0, 0].item() == 64
     assert done.query()
     assert simdevice.host_waits() == {"item": 1}
@@ -25,21 +23,23 @@ def test_the_host_does_not_wait_for_what_it_queues(device):
 
 def test_streams_do_not_wait_for_each_other(device):
     side = torch.Stream(device=device)
-    simdevice.sleep(LONG)
+    gate = simdevice.closed_gate()
     with side:
         ones = torch.ones(4, device=device) + 1
         side.synchronize()
         assert not torch.sim.default_stream().query()
         assert ones.tolist() == [2] * 4
+    gate.open()
 
 
 def test_a_stream_waits_for_an_event_and_the_host_does_not(device):
     side = torch.Stream(device=device)
     x = torch.zeros(4, device=device)
-    simdevice.sleep(LONG)
+    gate = simdevice.closed_gate()
     x.fill_(3)
     side.wait_stream(torch.accelerator.current_stream())
     assert not side.query()
+    gate.open()
     with side:
         assert (x * 2).tolist() == [6] * 4
 
@@ -50,8 +50,10 @@ def test_an_event_stands_for_its_last_recording_and_tells_the_time_between_two(d
     for _ in range(2):
         start.record()
         simdevice.sleep(100_000)
+        gate = simdevice.closed_gate()
         end.record()
         assert not end.query()
+        gate.open()
         end.synchronize()
         assert end.query()
         assert start.elapsed_time(end) >= 100
@@ -75,9 +77,10 @@ def test_urgent_streams_are_others_than_the_usual_ones(device):
 
 @pytest.mark.usefixtures("device")
 def test_devices_have_streams_of_their_own():
-    simdevice.sleep(LONG)
+    gate = simdevice.closed_gate()
     assert torch.full((3,), 2.0, device="sim:1").tolist() == [2, 2, 2]
     assert not torch.sim.current_stream(0).query()
+    gate.open()
     with torch.sim.device(1):
         assert torch.empty(1, device="sim").device == torch.device("sim", 1)
         assert torch.sim.current_device() == 1

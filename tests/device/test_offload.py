@@ -147,8 +147,8 @@ def copies_of_a_step() -> list[str]:
     seen: list[str] = []
     model[0].register_full_backward_hook(lambda *_: seen.append("backward of the first block"))
     loss = model(x).square().mean()
-    simdevice.sleep(20_000)
-    simdevice.on_host_wait(lambda cause: seen.append("wait"))
+    gate = simdevice.closed_gate()
+    simdevice.on_host_wait(lambda cause: (seen.append("wait"), gate.open()))
     loss.backward()
     simdevice.on_host_wait(None)
     return seen

@@ -493,7 +493,7 @@ def test_a_graph_that_is_dropped_gives_it_back(sim_world):
 
 def waits_and_pins(kind: str, budget: int) -> tuple[list[str], int]:
     """The host's waits in the third step, on a busy stream, and the buffers in host memory that it asks for."""
-    model, x, waits, pinned = MODELS[kind](), rows().requires_grad_(), [], 0
+    model, x, waits, pinned = MODELS[kind](), rows().requires_grad_(), list[str](), 0
     plain_empty = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -502,9 +502,9 @@ def waits_and_pins(kind: str, budget: int) -> tuple[list[str], int]:
         return plain_empty(*args, **kwargs)
 
     for number in range(3):
-        simdevice.sleep(20_000)
         if number == 2:
-            simdevice.on_host_wait(waits.append)
+            gate = simdevice.closed_gate()
+            simdevice.on_host_wait(lambda cause, gate=gate: (waits.append(cause), gate.open()))
             torch.empty = empty
         try:
             with sherd.offload_activations(model, budget=budget, **TERMS):
@@ -513,6 +513,7 @@ def waits_and_pins(kind: str, budget: int) -> tuple[list[str], int]:
         finally:
             torch.empty = plain_empty
         model.zero_grad()
+    gate.open()
     simdevice.on_host_wait(None)
     return waits, pinned
 

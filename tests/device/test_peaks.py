@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import sherd
 from sherd.comm.transport import CoalescedCalls, LargeCoalesced
+from tests.gpu.devices import end_backwards
 from tests.gpu.setting_runs import mesh_of, shard_units
 from tests.gpu.settings import Setting
 from tests.support.versions import torch_is_older
@@ -64,6 +65,7 @@ def sharded(setting: Setting) -> Any:
 
 def held_before() -> int:
     """What earlier tests have left, once what waits in cycles is gone."""
+    end_backwards("sim")
     gc.collect()
     torch.accelerator.synchronize()
     return int(torch.accelerator.memory_stats()["requested_bytes.all.current"])

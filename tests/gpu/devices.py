@@ -196,6 +196,16 @@ def here() -> Accelerator:
     return Simulated() if kind is not None and kind.type == "sim" else Cuda()
 
 
+def end_backwards(device: torch.device | str) -> None:
+    """Have autograd's thread for `device` drop what it keeps of earlier backwards.
+
+    The thread tells the caller that a backward is done, and drops its part of it only when it runs again. What others
+    (FSDP2) had queued for the end of backward stays as long, with their model. Before its next task all is dropped.
+    """
+    empty = torch.empty(0, device=device, requires_grad=True)
+    empty.backward(torch.empty_like(empty))
+
+
 def chosen(option: str | None) -> Accelerator | str:
     """Returns the accelerator that pytest's `--device` asks for, None being CUDA; or why there is none, in words."""
     if option == "sim":

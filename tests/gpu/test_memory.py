@@ -13,7 +13,7 @@ from bench import peak
 from bench.models import LanguageModel, LlamaBlock, Workload, num_bytes, token_batch
 from bench.peak import held_by, peak_of_backward
 from bench.systems import FLAT, FSDP2, PLAIN, SHERD, WRAPPER, WRAPPER_FLAT, System, Trainee
-from tests.gpu.devices import Accelerator
+from tests.gpu.devices import Accelerator, end_backwards
 
 OURS = (SHERD, FLAT, WRAPPER, WRAPPER_FLAT)
 
@@ -66,6 +66,7 @@ def stack(dtype: torch.dtype, accelerator: Accelerator) -> Workload:
 def held(system: System, workload: Workload, mesh, activations: float):
     """Bytes beside activations at the peak of forward and backward, and what was said before."""
     found = held_by(Trainee(system, workload, mesh), activations)
+    end_backwards(mesh.device_type)
     gc.collect()
     torch.accelerator.synchronize()
     return found
