@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -23,7 +22,7 @@ from sherd.checkpoint.loading import Awaited
 from sherd.errors import OptimStateError
 from sherd.layout.extent import chunks
 from sherd.layout.runs import Runs
-from sherd.tensor.optimizers import is_in_blocks, keeps_blocks
+from sherd.tensor.optimizers import InBlocks, has_blocks, in_blocks
 from sherd.tensor.placement import is_ragged, layout_of, ragged_spec
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
@@ -38,7 +37,7 @@ def apart(catalog: Catalog, optimizer: Optimizer) -> StateDict | None:
     Raises:
         OptimStateError: ranks hold parts of a block. On all ranks.
     """
-    if not keeps_blocks(type(optimizer)):  # type: ignore[arg-type]  # classes are hashable
+    if not in_blocks(optimizer):
         return None
     complete: StateDict = type(optimizer).state_dict(optimizer)
     for saved, group in zip(complete["param_groups"], catalog.groups_of(optimizer), strict=True):
@@ -48,7 +47,7 @@ def apart(catalog: Catalog, optimizer: Optimizer) -> StateDict | None:
     return complete
 
 
-def _apart(entry: OptimizerEntry, state: State, optimizer: Any) -> State:
+def _apart(entry: OptimizerEntry, state: State, optimizer: InBlocks) -> State:
     runs = _runs_of_blocks(entry, optimizer)
     if runs is None:
         return state
@@ -66,12 +65,12 @@ def _apart(entry: OptimizerEntry, state: State, optimizer: Any) -> State:
     return separate
 
 
-def together(entry: OptimizerEntry, state: State, optimizer: Any) -> State:
+def together(entry: OptimizerEntry, state: State, optimizer: Optimizer) -> State:
     """Returns a loaded state of a parameter, whose blocks' tensors are awaited, with one awaited tensor for them."""
     keys = [key.removesuffix(".codes") for key in state if key.endswith(".codes")]
     if not keys:
         return state
-    if not keeps_blocks(type(optimizer)):  # type: ignore[arg-type]  # classes are hashable
+    if not in_blocks(optimizer):
         raise OptimStateError(
             f"{entry.names[0]}: its state {', '.join(keys)} is in blocks of few bits, which {type(optimizer).__name__} "
             "does not take; build the optimizer that was saved, or load the model alone"
@@ -81,7 +80,7 @@ def together(entry: OptimizerEntry, state: State, optimizer: Any) -> State:
 
 
 def _taken(
-    entry: OptimizerEntry, state: State, key: str, optimizer: Any
+    entry: OptimizerEntry, state: State, key: str, optimizer: InBlocks
 ) -> Callable[[DTensorSpec | None], torch.Tensor]:
     def take(spec: DTensorSpec | None) -> torch.Tensor:
         runs, kinds = _runs_of_blocks(entry, optimizer), _tensors_of_one_block(optimizer, entry)
@@ -103,14 +102,14 @@ def _taken(
     return take
 
 
-def _tensors_of_one_block(optimizer: Any, entry: OptimizerEntry) -> dict[str, torch.Tensor]:
-    """Returns the tensors that one block consists of, by name, without the map that all blocks share."""
+def _tensors_of_one_block(optimizer: InBlocks, entry: OptimizerEntry) -> dict[str, torch.Tensor]:
+    """Returns the tensors that one block consists of, by name."""
     like = torch.empty(optimizer.block_size, dtype=entry.parameter.dtype)
     block = optimizer._subclass_zeros(like, True, optimizer.block_size)
-    return {name: getattr(block, name) for name in block.tensor_attrs if name != "qmap"}
+    return {name: getattr(block, name) for name in ("codes", "scale")}
 
 
-def _runs_of_blocks(entry: OptimizerEntry, optimizer: Any) -> Runs | None:
+def _runs_of_blocks(entry: OptimizerEntry, optimizer: InBlocks) -> Runs | None:
     """Returns how the parameter is cut between its blocks; None if its state is in full precision on all ranks.
 
     Raises:
@@ -119,15 +118,15 @@ def _runs_of_blocks(entry: OptimizerEntry, optimizer: Any) -> Runs | None:
     block, shape, spec = optimizer.block_size, tuple(entry.parameter.shape), entry.spec
     runs = Runs(shape, 1, 0, (math.prod(shape),)) if spec is None else _runs_of(spec)
     sizes = [math.prod(entry.local_shape)] if runs is None else map(runs.local_numel, range(runs.num_ranks))
-    in_blocks = [is_in_blocks(optimizer, entry.parameter, numel) for numel in sizes if numel]
-    if not any(in_blocks):
+    have_blocks = [has_blocks(optimizer, entry.parameter, numel) for numel in sizes if numel]
+    if not any(have_blocks):
         return None
     if entry.span is not None:
         raise OptimStateError(
             f"{entry.names[0]}: its state of {type(optimizer).__name__} is in blocks over one flat parameter, "
             "which are not saved by name; wrap with use_orig_params=True"
         )
-    if runs is None or not all(in_blocks) or any(end % block for end in runs.ends):
+    if runs is None or not all(have_blocks) or any(end % block for end in runs.ends):
         rows = block // math.gcd(block, math.prod(shape[1:]))
         raise OptimStateError(
             f"{entry.names[0]}: its state of {type(optimizer).__name__} is in blocks of {block} elements, and some "

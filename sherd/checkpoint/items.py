@@ -218,8 +218,8 @@ class OptimizerItem(Item):
             return encoded(value, path, tensors.keep)
 
         own: dict[str, State] = {}
-        in_blocks = apart(self._catalog, self._optimizer)
-        state = state_by_name(self._catalog, self._optimizer, in_blocks, Form(), compare, own)
+        blocks_apart = apart(self._catalog, self._optimizer)
+        state = state_by_name(self._catalog, self._optimizer, blocks_apart, Form(), compare, own)
         self.own = {name: [self._layout_of(name), of_parameter] for name, of_parameter in own.items()}
         groups = [{**group, "params": list(map(without_wrappers, group["params"]))} for group in state["param_groups"]]
         by_parameter: Json = {}

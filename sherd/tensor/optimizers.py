@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -203,26 +203,36 @@ def takes_parts(optimizer_class: type) -> bool:
     return not names.isdisjoint(("DTensor", "to_local", "full_tensor", "_local_tensor", "device_mesh"))
 
 
-@functools.cache
-def keeps_blocks(optimizer_class: type) -> bool:
-    """Returns True for torchao's optimizers with state in 8 or 4 bits, whose steps treat every block of state alike."""
-    names = (f"{each.__module__}.{each.__qualname__}" for each in optimizer_class.__mro__)
+class InBlocks(Optimizer):
+    """What torchao's optimizers with state in 8 or 4 bits have. Their steps treat every block of state alike."""
+
+    block_size: int
+
+    _new_buffer: Callable[[torch.Tensor, bool], torch.Tensor]
+    """Returns state of zeros for a tensor: in blocks, or plain where the tensor is small or no number of blocks."""
+    _subclass_zeros: Callable[[torch.Tensor, bool, int], torch.Tensor]
+    """Returns state of zeros for a tensor, in blocks."""
+
+
+def in_blocks(optimizer: object) -> TypeGuard[InBlocks]:
+    """Returns whether `optimizer` is one of torchao's that keep their state in blocks."""
+    names = (f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__)
     return "torchao.optim.adam._AdamBase" in names
 
 
-def is_in_blocks(optimizer: Any, parameter: torch.Tensor, numel: int) -> bool:
-    """Returns whether an optimizer that keeps blocks does so for a tensor of `numel` elements, like `parameter`."""
+def has_blocks(optimizer: InBlocks, parameter: torch.Tensor, numel: int) -> bool:
+    """Returns whether `optimizer` keeps blocks for a tensor of `numel` elements in the dtype of `parameter`."""
     like = torch.empty(numel, dtype=parameter.dtype, device="meta")
     return type(optimizer._new_buffer(like, True)) is not torch.Tensor
 
 
-def _warn_of_cut_blocks(optimizer: Any) -> None:
+def _warn_of_cut_blocks(optimizer: InBlocks, parameters: Sequence[torch.Tensor]) -> None:
     """Warn if this rank holds a part of a block: the optimizer keeps state of such a shard in full precision."""
-    block: int = optimizer.block_size
-    for parameter in params_of(optimizer):
+    block = optimizer.block_size
+    for parameter in parameters:
         local = local_part(parameter)
         is_cut = local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:])
-        if is_cut and is_in_blocks(optimizer, parameter, parameter.numel()):
+        if is_cut and has_blocks(optimizer, parameter, parameter.numel()):
             rows = block // math.gcd(block, math.prod(parameter.shape[1:]))
             warnings.warn(
                 f"{type(optimizer).__name__}: a block of {block} elements is cut in two where a parameter of shape "
@@ -254,8 +264,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     Torch's element-wise optimizers step chunks, and so do torchao's with state in few bits. Optimizers that know no
     DTensors step the parameters that this rank holds unsharded, if each is unsharded on some rank.
     """
-    in_blocks = keeps_blocks(type(optimizer))  # type: ignore[arg-type]  # classes are hashable
-    parameters, of_owners = params_of(optimizer), type(optimizer) not in STEPPED and not in_blocks
+    parameters, of_owners = params_of(optimizer), type(optimizer) not in STEPPED and not in_blocks(optimizer)
     if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
     if of_owners:
@@ -264,9 +273,9 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     elif has_closure or "_init_group" in vars(optimizer):
         adopt_state(optimizer)
         return None  # a closure makes gradients, and what replaces a method may look at full tensors
-    elif optimizer not in _stepped and in_blocks:
+    elif optimizer not in _stepped and in_blocks(optimizer):
         _stepped.add(optimizer)
-        _warn_of_cut_blocks(optimizer)
+        _warn_of_cut_blocks(optimizer, parameters)
     elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
