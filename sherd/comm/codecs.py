@@ -96,20 +96,25 @@ def codec(name: str, block: int | None = None) -> Codec:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How one number is stored: of which kind it is, the largest one, and those that stand for what is not finite."""
+    """How one number is stored.
+
+    Args:
+        bits: bits of a number.
+        block: elements that share a scale unless the user says how many.
+        largest: the largest finite number.
+        specials: the numbers that stand for NaN, infinity and minus infinity.
+        relative: the most that a number is rounded by, as a part of it.
+        absolute: the same, near 0, where the steps between numbers are equal.
+        dtype: the dtype of a floating-point number; None for integers, stored as their distance to the least one.
+    """
 
     bits: int
     block: int
-    """Elements that share a scale unless the user says how many."""
     largest: float
     specials: tuple[float, float, float]
-    """The numbers that stand for NaN, infinity and minus infinity."""
     relative: float
-    """The most that a number is rounded by, as a part of it."""
     absolute: float
-    """The same, near 0, where the steps between numbers are equal."""
     dtype: torch.dtype | None = None
-    """The dtype of a floating-point number; None for integers, stored as their distance to the least one."""
 
     @property
     def least(self) -> int:
@@ -310,24 +315,13 @@ def random_bits(numel: int, key: Sequence[int], device: torch.device) -> Tensor:
 
     The hash is Wellons' of two rounds with 32 bits ("hash-prospector", 2018). Its products are below 2^63: no overflow.
     """
-    low, high = _folded(key)
-    state = torch.arange(numel, dtype=torch.int64, device=device)
-    state.add_(low).bitwise_and_(MASK)
-    state.bitwise_xor_(state >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK)
-    state.bitwise_xor_(high)  # after a round: keys that differ by 1 in `low` would else draw one sequence, shifted by 1
-    state.bitwise_xor_(state >> 15).mul_(0x735A2D97).bitwise_and_(MASK)
-    return state.bitwise_xor_(state >> 15).bitwise_and_(0xFFFF).to(torch.int32)
-
-
-MASK = 0xFFFFFFFF
-
-
-def _folded(key: Sequence[int]) -> tuple[int, int]:
-    """Returns `key` as two numbers of 32 bits, by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    state = 0
+    folded, mask = 0, 0xFFFFFFFF
     for part in key:
-        state = (state ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state & MASK, state >> 32
+        folded = (folded + part + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        folded ^= folded >> 31
+    state = torch.arange(numel, dtype=torch.int64, device=device).add_(folded & mask).bitwise_and_(mask)
+    state.bitwise_xor_(state >> 16).mul_(0x21F0AAAD).bitwise_and_(mask)
+    # Half of the key after a round: keys whose other half differs by 1 would draw one sequence, shifted by 1.
+    state.bitwise_xor_(folded >> 32)
+    state.bitwise_xor_(state >> 15).mul_(0x735A2D97).bitwise_and_(mask)
+    return state.bitwise_xor_(state >> 15).bitwise_and_(0xFFFF).to(torch.int32)

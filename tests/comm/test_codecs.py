@@ -292,4 +292,4 @@ def test_random_rounding_touches_no_generator_and_is_always_the_same():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(round_to_bf16(values, (1, 2, 3)), first)
     # The same with every torch and on every device.
-    assert random_bits(4, (1, 2), torch.device("cpu")).tolist() == [59208, 18654, 21052, 680]
+    assert random_bits(4, (1, 2), torch.device("cpu")).tolist() == [13461, 27839, 52085, 61206]
