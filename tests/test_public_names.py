@@ -44,6 +44,7 @@ FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
 OURS = {
     "Blocks",
     "CaptureReport",
+    "Codec",
     "CommPolicy",
     "DTensorExtensions",
     "Disk",
@@ -76,6 +77,7 @@ OURS = {
     "capturable",
     "chunked_cross_entropy",
     "clip_grad_norm_",
+    "codec",
     "explain_memory",
     "explain_migration",
     "flatten_optimizer",

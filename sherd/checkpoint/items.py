@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec
+from sherd.checkpoint.blockwise import apart, together
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
 from sherd.checkpoint.loading import Awaited, to_load
@@ -217,7 +218,8 @@ class OptimizerItem(Item):
             return encoded(value, path, tensors.keep)
 
         own: dict[str, State] = {}
-        state = state_by_name(self._catalog, self._optimizer, None, Form(), compare, own)
+        blocks_apart = apart(self._catalog, self._optimizer)
+        state = state_by_name(self._catalog, self._optimizer, blocks_apart, Form(), compare, own)
         self.own = {name: [self._layout_of(name), of_parameter] for name, of_parameter in own.items()}
         groups = [{**group, "params": list(map(without_wrappers, group["params"]))} for group in state["param_groups"]]
         by_parameter: Json = {}
@@ -325,6 +327,9 @@ class OptimizerItem(Item):
         self.require(isinstance(groups, list) and all(map(is_group, groups)), source)
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
+        entries = {without_wrappers(name): entry for entry in self._catalog.all_entries for name in entry.names}
+        for name in state.keys() & entries.keys():
+            state[name] = together(entries[name], state[name], self._optimizer)
         own = {
             known.get(name, name): each for name, each in state.items() if name in known or not isinstance(each, dict)
         }

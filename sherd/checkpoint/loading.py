@@ -316,8 +316,9 @@ def _loaded(member: Member, state: State, device: torch.device, placing: PlacesS
         elif own is not None:
             copies[key] = at_rest(member.parameter, laid_out(tensor, own, device))
         elif spec is None:
-            copy_here = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
-            copies[key] = copy_here.to(device) if copy_here.dim() else copy_here  # a count of steps stays on the host
+            # Not `clone`, which torchao's state in 8 bits does not know.
+            own_copy = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().to(tensor.device, copy=True)
+            copies[key] = own_copy.to(device) if own_copy.dim() else own_copy  # a count of steps stays on the host
         else:
             # Torch's FSDP1 saves a sharded state as a ShardedTensor.
             full = full_of_sharded_tensor(tensor, torch.device(spec.mesh.device_type))

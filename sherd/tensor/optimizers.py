@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,7 @@ from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of
 from sherd.tensor.local_step import LocalStep, params_of
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, part_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
-from sherd.tensor.ragged import RaggedDTensor, as_result
+from sherd.tensor.ragged import RaggedDTensor, as_result, local_part
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -201,6 +203,46 @@ def takes_parts(optimizer_class: type) -> bool:
     return not names.isdisjoint(("DTensor", "to_local", "full_tensor", "_local_tensor", "device_mesh"))
 
 
+class InBlocks(Optimizer):
+    """What torchao's optimizers with state in 8 or 4 bits have. Their steps treat every block of state alike."""
+
+    block_size: int
+
+    _new_buffer: Callable[[torch.Tensor, bool], torch.Tensor]
+    """Returns state of zeros for a tensor: in blocks, or plain where the tensor is small or no number of blocks."""
+    _subclass_zeros: Callable[[torch.Tensor, bool, int], torch.Tensor]
+    """Returns state of zeros for a tensor, in blocks."""
+
+
+def in_blocks(optimizer: object) -> TypeGuard[InBlocks]:
+    """Returns whether `optimizer` is one of torchao's that keep their state in blocks."""
+    names = (f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__)
+    return "torchao.optim.adam._AdamBase" in names
+
+
+def has_blocks(optimizer: InBlocks, parameter: torch.Tensor, numel: int) -> bool:
+    """Returns whether `optimizer` keeps blocks for a tensor of `numel` elements in the dtype of `parameter`."""
+    like = torch.empty(numel, dtype=parameter.dtype, device="meta")
+    return type(optimizer._new_buffer(like, True)) is not torch.Tensor
+
+
+def _warn_of_cut_blocks(optimizer: InBlocks, parameters: Sequence[torch.Tensor]) -> None:
+    """Warn if this rank holds a part of a block: the optimizer keeps state of such a shard in full precision."""
+    block = optimizer.block_size
+    for parameter in parameters:
+        local = local_part(parameter)
+        is_cut = local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:])
+        if is_cut and has_blocks(optimizer, parameter, parameter.numel()):
+            rows = block // math.gcd(block, math.prod(parameter.shape[1:]))
+            warnings.warn(
+                f"{type(optimizer).__name__}: a block of {block} elements is cut in two where a parameter of shape "
+                f"{tuple(parameter.shape)} is sharded, so that its state stays in full precision; shard with "
+                f"placement=Blocks({rows})",
+                stacklevel=2,
+            )
+            return
+
+
 def _is_unsharded_somewhere(parameter: torch.Tensor) -> bool:
     """Returns True if one rank was to have the full parameter, or each rank has it."""
     if not isinstance(parameter, DTensor):
@@ -219,10 +261,10 @@ def steps_owned(optimizer: Optimizer) -> bool:
 def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     """Returns what `optimizer` is about to step in the place of its own tensors, with gradients. None: its own.
 
-    Torch's element-wise optimizers step chunks. Optimizers that know no DTensors step the parameters that this rank
-    holds unsharded, if each is unsharded on some rank.
+    Torch's element-wise optimizers step chunks, and so do torchao's with state in few bits. Optimizers that know no
+    DTensors step the parameters that this rank holds unsharded, if each is unsharded on some rank.
     """
-    parameters, of_owners = params_of(optimizer), type(optimizer) not in STEPPED
+    parameters, of_owners = params_of(optimizer), type(optimizer) not in STEPPED and not in_blocks(optimizer)
     if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
     if of_owners:
@@ -231,6 +273,9 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     elif has_closure or "_init_group" in vars(optimizer):
         adopt_state(optimizer)
         return None  # a closure makes gradients, and what replaces a method may look at full tensors
+    elif optimizer not in _stepped and in_blocks(optimizer):
+        _stepped.add(optimizer)
+        _warn_of_cut_blocks(optimizer, parameters)
     elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
