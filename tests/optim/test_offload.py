@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sherd
 from sherd import OffloadPolicy, fully_shard
 from sherd.engine import Unit
+from sherd.errors import ModuleError
 from tests.support.ranks.bodies import on_threads
 
 
@@ -27,3 +29,9 @@ def test_a_share_takes_the_same_units_on_all_ranks_whatever_one_does_with_a_mode
         if number % 2 == dist.get_rank():
             own(torch.ones(1, 4))  # its model is complete, and only its
     assert places_of(model) == ["host", "device", "host", "device", "host"]
+
+
+def test_what_is_no_model_saves_nothing_on_the_host():
+    for model in (None, 1, [nn.Linear(4, 4)], torch.ones(2)):
+        with pytest.raises(ModuleError, match="nothing below"):
+            sherd.offload_activations(model)

@@ -158,4 +158,6 @@ def test_a_folder_that_cannot_be_used_is_refused_when_units_are_made(tmp_path):
     for policy in ({"share": 1.5}, {"optimizer": "disk"}, {"parameters": "host", "gradients": "device"}):
         one_line(PolicyError, partial(OffloadPolicy, **policy))
     one_line(PolicyError, partial(OffloadPolicy, gradients="host", optimizer="device"))
-    one_line(PolicyTypeError, Disk, "")
+    one_line(PolicyError, partial(OffloadPolicy, optimizer=torch.zeros(2).numpy()))
+    for path in ("", "a\0b", tmp_path):
+        assert "a str" in one_line(PolicyTypeError, Disk, path)
