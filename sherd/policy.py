@@ -97,13 +97,16 @@ class Disk:
 
     Args:
         path: the folder; it is made if the folder above it exists. It may hold other files, and other jobs may use it.
+
+    Raises:
+        PolicyTypeError: `path` is no str, or empty.
     """
 
     path: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or not self.path:
-            raise PolicyTypeError(f"Disk(path={self.path!r}): expected the path of a folder")
+        if not isinstance(self.path, str) or not self.path or "\0" in self.path:
+            raise PolicyTypeError(f"Disk(path={self.path!r}): expected the path of a folder, a str")
 
 
 Place = Literal["device", "host"] | Disk
@@ -151,7 +154,7 @@ class OffloadPolicy:
         kind = type(self).__name__
         for name in ("parameters", "gradients", "optimizer", "masters", "activations"):
             place = getattr(self, name)
-            is_place = isinstance(place, Disk) or place in ("device", "host")
+            is_place = isinstance(place, Disk) or (isinstance(place, str) and place in ("device", "host"))
             if not (is_place or (place is None and name not in ("parameters", "activations"))):
                 raise PolicyError(f"{kind}({name}={place!r}): expected 'device', 'host' or Disk(path)")
         for name in ("parameters", "gradients", "activations"):

@@ -410,7 +410,7 @@ def require_module(expectation: str, module: object) -> None:
 
 def sharded_units(caller: str, model: nn.Module) -> list[Unit]:
     """Returns the units at and below `model`. Raises `ModuleError` if there is none."""
-    units = Unit.below(model)
+    units = Unit.below(model) if isinstance(model, nn.Module) else []
     if not units:
         raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
     return units

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd.engine import BoundForward, Unit
 from sherd.errors import PolicyError, ShardedAccessError, UnsupportedError
-from sherd.requirements import require_int, require_number
+from sherd.requirements import require_int, require_number, require_type
 
 # An MLP, or any other layer of tokens
 
@@ -44,10 +44,12 @@ def tiled(module: Callable[[Tensor], Tensor], x: Tensor, *, tiles: int, dim: int
         dim: the dim of the tokens.
 
     Raises:
-        PolicyError: `tiles` is below 1, `x` lacks the dim, or the result of a part has another size in `dim`.
+        PolicyError: `tiles` is below 1, `x` lacks the dim, or the result of a part has another size in `dim`;
+            `PolicyTypeError` for other types.
     """
     require_int("tiled(tiles={})", tiles, 1)
-    if not -x.dim() <= dim < x.dim():
+    require_type("tiled(x=...): expected a tensor", x, Tensor)
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise PolicyError(f"tiled(dim={dim}): x has the shape {tuple(x.shape)}")
     of_tiles = partial(_of_tiles, module, tiles, dim)
     # The attribute is looked for by itself, because Dynamo does not trace `Unit.of`.
@@ -61,9 +63,10 @@ def _of_tiles(module: Callable[[Tensor], Tensor], tiles: int, dim: int, x: Tenso
     outputs: list[Tensor] = []
     for tile in x.chunk(tiles, dim):
         output = checkpoint(module, tile, use_reentrant=False)
-        if output.dim() != x.dim() or output.shape[dim] != tile.shape[dim]:
+        if not isinstance(output, Tensor) or output.dim() != x.dim() or output.shape[dim] != tile.shape[dim]:
+            gave = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise PolicyError(
-                f"tiled: a part of the shape {tuple(tile.shape)} gave {tuple(output.shape)}; expected the same size in "
+                f"tiled: a part of the shape {tuple(tile.shape)} gave {gave}; expected the same size in "
                 f"dim {dim}, from a module that treats each token alone"
             )
         outputs.append(output)
@@ -115,7 +118,8 @@ def chunked_cross_entropy(
     Raises:
         UnsupportedError: `target` holds probabilities.
         ShardedAccessError: an argument is a shard, or another DTensor.
-        PolicyError: shapes that do not fit, another reduction, a number outside of its limits.
+        PolicyError: shapes that do not fit, a target of another dtype, another reduction, a number outside of its
+            limits; `PolicyTypeError` for other types.
     """
     require_int("chunked_cross_entropy(chunk_tokens={})", chunk_tokens, 1)
     require_number("chunked_cross_entropy(label_smoothing={})", label_smoothing, 0.0, 1.0)
@@ -139,6 +143,8 @@ def chunked_cross_entropy(
 
 def _require_classes(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias, "target": target}.items():
+        if tensor is not None or name != "bias":
+            require_type(f"chunked_cross_entropy({name}=...): expected a tensor", tensor, Tensor)
         if isinstance(tensor, DTensor):
             raise ShardedAccessError(
                 f"chunked_cross_entropy: {name} is a DTensor, {tuple(tensor.shape)}. A parameter is unsharded inside "
@@ -150,6 +156,8 @@ def _require_classes(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
             f"chunked_cross_entropy: target is {target.dtype}, probabilities; expected classes, int64 of the shape "
             f"{tuple(hidden.shape[:-1])}; F.cross_entropy takes probabilities"
         )
+    if target.dtype != torch.int64:
+        raise PolicyError(f"chunked_cross_entropy: target is {target.dtype}; expected classes, int64: target.long()")
     shapes = [None if each is None else tuple(each.shape) for each in (hidden, weight, target, bias)]
     fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape or (bias is not None and bias.shape != weight.shape[:1]):

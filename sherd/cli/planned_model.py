@@ -77,7 +77,6 @@ class Planned:
             optimizer,
             compute_dtype,
             first,
-            keeps_dtype=self.config is not None,
         )
 
 

@@ -108,8 +108,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.cuda_graph and self.offload != "nothing":
             raise InputError("cuda_graph = true cannot hold offload, for which the host may wait; leave out one")
-        if self.offload.startswith("masters"):
-            raise InputError("offload = masters is for bfloat16 weights, and those here stay float32; set state")
+        if self.offload.startswith("masters") and self.precision != "bf16":
+            raise InputError("offload = masters needs weights that compute in bfloat16; set precision = bf16, or state")
         if self.hf:
             return
         if self.tied and self.wrapping == "ends":

@@ -56,6 +56,8 @@ def on_meta(config: Config) -> Decoder | HuggingFace:
 
 def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -> nn.Module:
     """Lay `model`, which every rank has unsharded, over all axes of `grid`: a unit per block, one for the rest."""
+    for each in model.parameters() if config.offload.startswith("masters") else ():
+        each.data = each.data.to(torch.bfloat16)  # buffers stay as they are
     if grid.tp is not None:
         cut_tensors(model, grid.tp)
     run_as_asked(model.blocks, config)
@@ -72,14 +74,13 @@ def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -
 
 def _options(config: Config) -> dict[str, Any]:
     """The other arguments of `auto_shard`."""
-    precision, reduction = MixedPrecisionPolicy(), Reduction(order="ranks") if config.reproducible else None
-    if config.precision == "bf16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dtypes = (torch.bfloat16, torch.float32) if config.precision == "bf16" else ()
+    reduction = Reduction(order="ranks") if config.reproducible else None
     return {
         "placements": None if config.strategy == "auto" else config.strategy,
         "placement": {"shard": None, "flat": Flat(), "whole": Owned()}[config.placement],
         "reshard_after_forward": None if config.reshard else False,
-        "mp_policy": precision,
+        "mp_policy": MixedPrecisionPolicy(*dtypes),
         "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
         "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error", reduce=reduction),

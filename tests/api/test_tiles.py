@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.errors import PolicyError, ShardedAccessError, UnsupportedError
+from sherd.errors import PolicyError, PolicyTypeError, ShardedAccessError, UnsupportedError
 from tests.api.checks import assert_refuses, assert_trains
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.support.comparing import assert_same
@@ -218,6 +218,9 @@ def test_what_cannot_be_a_loss_is_refused_in_one_line():
         ),
         (PolicyError, "chunk_tokens=0): expected 1 or more", (hidden, weight, target), {"chunk_tokens": 0}),
         (PolicyError, "from 0.0 to 1.0", (hidden, weight, target), {"label_smoothing": 1.5}),
+        (PolicyError, "target is torch.uint8; expected classes, int64", (hidden, weight, target.byte()), {}),
+        (PolicyTypeError, "weight=...): expected a tensor", (hidden, torch.nn.Linear(4, 4), target), {}),
+        (PolicyTypeError, "target=...): expected a tensor", (hidden, weight, None), {}),
     ):
         assert words in one_line(kind, sherd.chunked_cross_entropy, *arguments, **options), words
 
@@ -408,8 +411,11 @@ def test_what_is_no_layer_of_tokens_is_refused_in_one_line():
             {"tiles": 2},
         ),
         ("gave (2, 1, 4); expected", lambda x: x.sum(1, keepdim=True), {"tiles": 2}),
+        ("gave a tuple; expected", lambda x: (x, x), {"tiles": 2}),
+        ("tiled(dim=1.0): x has the shape", F.gelu, {"tiles": 2, "dim": 1.0}),
     ):
         assert words in one_line(PolicyError, sherd.tiled, function, x, **options), words
+    assert "x=...): expected a tensor" in one_line(PolicyTypeError, sherd.tiled, F.gelu, [1.0], tiles=2)
 
 
 def layers_to_shard(model, units):

@@ -69,7 +69,7 @@ WRONG = [
     ({"offload": 1}, "offload = 1 has the wrong type; it must be a string"),
     (
         {"offload": "masters:0.5"},
-        "offload = masters is for bfloat16 weights, and those here stay float32; set state",
+        "offload = masters needs weights that compute in bfloat16; set precision = bf16, or state",
     ),
 ]
 

@@ -1,14 +1,17 @@
 """A run has the same losses however it is sharded, and goes on from a checkpoint under any other choice."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from sherd import FSDPModule
 from sherd.train.axes import Axes
 from sherd.train.config import Config, InputError, assigned
 from sherd.train.mesh import RankGrid
+from sherd.train.models import Decoder
 from sherd.train.parallel import build
 from sherd.train.saved import folder_in, newest
 from tests.support.ranks.bodies import on_threads
@@ -91,6 +94,34 @@ def test_a_run_goes_on_under_other_choices_as_if_never_stopped_and_keeps_them_in
         assert Config.of(saved.config) == each
         assert saved.changes(config(text)) == []
     assert [found[step] for step in (1, 2, 3)] == pytest.approx(plain_losses(chosen[0]), rel=1e-5)
+
+
+def rounded(of):
+    """The first weights of a model, in bfloat16."""
+    return lambda *values: of(*values).to(torch.bfloat16).float()
+
+
+def losses_of_rounded(config, out):
+    """Losses of a run from first weights in bfloat16, which goes on with masters where they were left out, and back."""
+    with mock.patch.object(Decoder, "_first_value", rounded(Decoder._first_value)):
+        plain = losses([replace(config, offload="nothing")])[0]
+        near = losses([config])[0]
+        turns = ("nothing", config.offload, "nothing")
+        found = {}
+        for number, offload in enumerate(turns):
+            found |= run(replace(config, offload=offload), out, resume=number > 0, stop_after=number + 1)[0]
+    return plain, near, [found[step] for step in sorted(found)]
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("words", ["offload=masters", "offload=masters:0.5", "offload=masters mesh=dp=1,tp=2"])
+def test_a_run_with_masters_has_the_losses_of_float32_weights_to_the_last_bit_also_when_it_goes_on(
+    world, text, tmp_path, words
+):
+    chosen = config(text, f"precision=bf16 {CUT} {words}")
+    for plain, near, going_on in world(2).run(losses_of_rounded, chosen, tmp_path / "run"):
+        assert near == plain
+        assert going_on == plain
 
 
 def compiled_blocks(config):

@@ -71,7 +71,7 @@ def make_unit(
     closes = surrounds and loads_balance(mesh)
     plans = sharding_plans(belongings.owned, streams, request_of, surrounds, precision)
     nbytes = sum(each.parameter.numel() * each.parameter.dtype.itemsize for each in belongings.owned)
-    offload = policy_of_next(offload, nbytes)
+    offload = policy_of_next(offload, nbytes, mesh)
     place = RestingPlace.under(offload, mesh.device)
     records = shard(belongings.owned, plans, place)
     if closes:

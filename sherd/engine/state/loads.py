@@ -22,7 +22,7 @@ EVEN = 1.1
 
 def forget_loads(mesh: DataMesh) -> None:
     """Choose the owners, and what is offloaded, of the next model over `mesh` as if it were the first."""
-    _offloaded.clear()
+    _offloaded.pop(_any_group_of(mesh), None)
     if mesh.shard_group is not None:
         _loads.pop(mesh.shard_group, None)
 
@@ -38,17 +38,27 @@ def loads_of(mesh: DataMesh) -> list[int]:
     return _loads.setdefault(mesh.shard_group, {}).setdefault(mesh.num_pieces, [0] * mesh.num_pieces)
 
 
-_offloaded: dict[OffloadPolicy, tuple[int, int]] = {}
-"""The bytes of units that were offloaded, and of all units, by policy."""
+_offloaded: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[OffloadPolicy, tuple[int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The bytes of units that were offloaded, and of all units, by group and policy. Other meshes have other ranks, which
+make and forget units at other moments."""
 
 
-def policy_of_next(policy: OffloadPolicy, nbytes: int) -> OffloadPolicy:
-    """Returns the policy for the next unit made, of `nbytes`: `policy`, or, if earlier units have its share, none."""
+def _any_group_of(mesh: DataMesh) -> dist.ProcessGroup:
+    group = mesh.replicate_group if mesh.shard_group is None else mesh.shard_group
+    assert group is not None, "parameters are cut over a shard axis, or have copies"
+    return group
+
+
+def policy_of_next(policy: OffloadPolicy, nbytes: int, mesh: DataMesh) -> OffloadPolicy:
+    """Returns the policy for the next unit made on `mesh`, of `nbytes`: none, if earlier units have its share."""
     if policy.share == 1.0:
         return policy
-    taken, total = _offloaded.get(policy, (0, 0))
+    offloaded = _offloaded.setdefault(_any_group_of(mesh), {})
+    taken, total = offloaded.get(policy, (0, 0))
     total += nbytes
     is_next = taken + nbytes / 2 <= policy.share * total
-    _offloaded[policy] = taken + nbytes * is_next, total
+    offloaded[policy] = taken + nbytes * is_next, total
     # What is not offloaded has masters too: with any share the values are the same.
     return policy if is_next else OffloadPolicy(masters=policy.masters and "device")

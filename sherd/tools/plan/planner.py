@@ -88,7 +88,6 @@ class Training:
         stage: "first" or "last" if `model` is a stage of a pipeline.
         stages_keep_buffers: a pipeline's stages have memory for all that they will receive, as torch's had before 2.15.
         copies_out: what accelerators gather is copied out of rows, as by torch's FSDP2.
-        keeps_dtype: weights stay in their dtype, so masters do not take the place of float32 ones.
     """
 
     model: nn.Module
@@ -100,7 +99,6 @@ class Training:
     stage: str = ""
     stages_keep_buffers: bool = STAGES_KEEP_BUFFERS
     copies_out: bool = False
-    keeps_dtype: bool = False
 
 
 class Planner:
@@ -329,8 +327,6 @@ class Planner:
         dtypes = {each.dtype for each in training.model.parameters()}
         if training.compute_dtype is not torch.bfloat16 and dtypes != {torch.bfloat16}:
             raise ArgumentError("offload", "'masters'", "masters are of weights that compute in bfloat16; choose state")
-        if training.keeps_dtype and dtypes != {torch.bfloat16}:
-            raise ArgumentError("offload", "'masters'", "weights of sherd train stay float32; choose state")
 
     def _cut_step(self, settings: Settings) -> tuple[OptimizerPart, ...]:
         """Returns the optimizer's step of matrices: of the full model's step a share, as of its blocks."""
