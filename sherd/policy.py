@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import nn
+
+    from sherd.comm.codecs import Codec
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ class Reduction:
     """How gradients travel to the ranks that own them, and how the owners add them up.
 
     Args:
-        wire: the dtype in which each rank's gradients travel, rounded once; None: the unit's `reduce_dtype`.
+        wire: the dtype in which each rank's gradients travel, rounded once, or the `Codec` that encodes them (or the
+            name of one: `codec`); None: the unit's `reduce_dtype`.
         sum: the dtype in which owners add up, or that of the wire, if that is wider; None: float32.
         order: "any": the order is the backend's. "ranks": an owner adds the gradients of rank 0, then of rank 1 and so
             on onto those of the micro-batches before. If micro-batch j of rank r is the batch j * W + r of W ranks, the
@@ -253,16 +256,26 @@ class Reduction:
             all data-parallel ranks.
 
     Raises:
-        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, or `order` is unknown. `PolicyTypeError`:
-            it is no dtype.
+        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, a codec does not do what it must, or
+            `order` is unknown. `PolicyTypeError`: it is no dtype.
     """
 
-    wire: torch.dtype | None = None
+    wire: torch.dtype | str | Codec | None = None
     sum: torch.dtype | None = None
     order: str = "any"
 
     def __post_init__(self) -> None:
-        for name in ("wire", "sum"):
+        if isinstance(self.wire, str) or self.codec is not None:
+            from sherd.comm.codecs import checked, codec  # this module is read without torch
+
+            wire: Any = self.wire
+            object.__setattr__(self, "wire", codec(wire) if isinstance(wire, str) else checked(wire))
+            if self.order == "ranks":
+                raise PolicyError(
+                    f"Reduction(wire={wire!r}, order='ranks'): a block ends where a shard does, so that each number of "
+                    "ranks rounds otherwise; take a dtype, or order='any'"
+                )
+        for name in ("wire", "sum") if self.codec is None else ("sum",):
             dtype = getattr(self, name)
             require_floating_dtype(f"Reduction({name}={{}})", dtype)
             if dtype is not None and (dtype.itemsize < 2 or dtype.is_complex):
@@ -274,9 +287,22 @@ class Reduction:
     def is_in_order(self) -> bool:
         return self.order == "ranks"
 
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of the wire, if it has one."""
+        wire: Any = self.wire
+        return wire if hasattr(wire, "num_bytes") else None  # the class cannot be asked for without torch
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which gradients travel that would else be reduced in `dtype`."""
-        return self.wire if self.wire is not None and dtype.is_floating_point else dtype
+        """Returns the dtype in which gradients travel, or are encoded, that would else be reduced in `dtype`."""
+        is_given = self.wire is not None and self.codec is None and dtype.is_floating_point
+        return self.wire if is_given else dtype  # type: ignore[return-value]
+
+    def num_bytes(self, sizes: Iterable[int], dtype: torch.dtype) -> int:
+        """Returns the bytes of parts of `sizes` elements that would else be reduced in `dtype`."""
+        codec, itemsize = self.codec, self.wire_dtype(dtype).itemsize
+        encodes = codec is not None and dtype.is_floating_point
+        return sum(codec.num_bytes(size) if encodes and codec else size * itemsize for size in sizes)
 
     def sum_dtype(self, wire: torch.dtype) -> torch.dtype:
         """Returns the dtype of the sums of gradients that travel in `wire`."""

@@ -214,7 +214,7 @@ class DataMesh:
         if self.comm.fake_reduce:
             return _NO_TRANSPORT
         transport = self.transport_of(group)
-        if group is None or reduction is None or reduction.is_in_order:
+        if group is None or group.size() == 1 or reduction is None or reduction.is_in_order:
             return transport
         from sherd.comm.owner_sums import OwnerSums  # of few policies, so loaded late
 
@@ -233,7 +233,9 @@ class DataMesh:
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         num_cuts = self.num_replicas if self.holds_copies else 1
         transport = _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(group)
-        return SumsInOrder(transport, [*map(self._part_of, ranks)], self._part_of(dist.get_rank()), num_cuts)
+        reduction = self.comm.reduce
+        assert reduction is not None, "it is in order"
+        return SumsInOrder(transport, reduction, [*map(self._part_of, ranks)], self._part_of(dist.get_rank()), num_cuts)
 
     def _part_of(self, rank: int) -> int:
         """Returns which part of all gradients a global rank owns, where each rank owns one."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from sherd.comm.transport import Pending, Sizes, Then, Transport, parts
+from sherd.comm.codecs import Codec
+from sherd.comm.transport import Pending, Sizes, Transport, parts, then
 from sherd.policy import Reduction
 
 
@@ -30,10 +31,10 @@ class OwnerSums(Transport):
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
         """Returns the bytes of all ranks' versions of this rank's part, unless the transport sums by itself."""
-        wire = self._reduction.wire_dtype(torch.float32 if itemsize == 4 else torch.bfloat16)
-        if self._transport.sum_dtype(wire) is self._reduction.sum_dtype(wire):
+        dtype = self._reduction.wire_dtype(torch.float32 if itemsize == 4 else torch.bfloat16)
+        if self._reduction.codec is None and self._transport.sum_dtype(dtype) is self._reduction.sum_dtype(dtype):
             return self._transport.scratch_bytes(sizes, rank, itemsize)
-        return _scratch_bytes(self._transport, sizes, rank, itemsize)
+        return scratch_bytes(self._transport, self._reduction, sizes, rank, itemsize)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of the reduction's sums of `dtype`."""
@@ -50,30 +51,78 @@ class OwnerSums(Transport):
     ) -> Pending | None:
         """Sum by the transport's reduce-scatter if that adds in the dtype of `shard_buffer`."""
         sent = rows.to(self._reduction.wire_dtype(rows.dtype))
-        if self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
+        if self._codec_for(sent) is None and self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
             return self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
-        return self._transport.add_onto(shard_buffer.zero_(), sent, sizes, async_op)
+        return add(self._transport, self._reduction, shard_buffer.zero_(), sent, sizes, async_op)
+
+    def _codec_for(self, values: torch.Tensor) -> Codec | None:
+        return self._reduction.codec if values.is_floating_point() else None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Sum parts on their owners, and gather the sums, rounded to the dtype of the wire, too.
+        """Sum parts on their owners, and gather the sums, rounded to the dtype of the wire, or encoded, too.
 
         Done when the call returns, unless `transport` has such a sum.
         """
-        wire = self._reduction.wire_dtype(tensor.dtype)
-        if wire is tensor.dtype is self._reduction.sum_dtype(wire):
+        wire, codec = self._reduction.wire_dtype(tensor.dtype), self._codec_for(tensor)
+        if codec is None and wire is tensor.dtype is self._reduction.sum_dtype(wire):
             return self._transport.all_reduce(tensor, async_op)
         sizes = cut(tensor.numel(), self._num_ranks)
         total = tensor.new_empty(sizes[self._rank], dtype=self.sum_dtype(tensor.dtype))
         sent = tensor.to(wire)
         pending = self.reduce_scatter(total, sent, sizes, False)
         assert pending is None, "without async_op it is done"
-        self._transport.all_gather(sent, total.to(wire), sizes, False)
-        tensor.copy_(sent)
+        if codec is None:
+            self._transport.all_gather(sent, total.to(wire), sizes, False)
+            tensor.copy_(sent)
+            return None
+        lengths = Sizes(map(codec.num_bytes, sizes))
+        encoded = tensor.new_empty(sum(lengths), dtype=torch.uint8)
+        codec.encode(total, own := encoded.new_empty(lengths[self._rank]))
+        self._transport.all_gather(encoded, own, lengths, False)
+        for of_rank, part in zip(parts(encoded, lengths), parts(tensor, sizes), strict=True):
+            codec.decode(of_rank, part)
         return None
 
 
-def _scratch_bytes(transport: Transport, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-    """Returns the bytes that `add_onto` takes on `rank`."""
+def add(
+    transport: Transport,
+    reduction: Reduction,
+    total: torch.Tensor,
+    rows: torch.Tensor,
+    sizes: Sequence[int],
+    async_op: bool,
+) -> Pending | None:
+    """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel as `reduction` says."""
+    codec = reduction.codec
+    if codec is None or not rows.is_floating_point():
+        return transport.add_onto(total, rows, sizes, async_op)
+    lengths = Sizes(map(codec.num_bytes, sizes))
+    sent = rows.new_empty(sum(lengths), dtype=torch.uint8)
+    for part, of_rank in zip(parts(rows, sizes), parts(sent, lengths), strict=True):
+        codec.encode(part, of_rank)
+    versions = sent.new_empty(len(sizes), codec.num_bytes(total.numel()))
+
+    def decode() -> None:
+        version = torch.empty_like(total)
+        for encoded in versions:
+            codec.decode(encoded, version)
+            total.add_(version)
+
+    pending = transport.exchange(versions, sent, lengths, async_op)
+    return then(pending, partial(_after, sent, decode))
+
+
+def _after(sent: torch.Tensor, act: Callable[[], None]) -> None:
+    """Call `act()`; until the call, `sent` is held."""
+    act()
+
+
+def scratch_bytes(transport: Transport, reduction: Reduction, sizes: Sequence[int], rank: int, itemsize: int) -> int:
+    """Returns the bytes that `add` takes on `rank`."""
+    if (codec := reduction.codec) is not None:
+        own = codec.num_bytes(sizes[rank])
+        widened = 4 * max(sizes)  # encoding takes a temporary of one part, and the decoded version is no longer
+        return sum(map(codec.num_bytes, sizes)) + len(sizes) * own + widened
     if transport.shares_memory or len(sizes) == 1:
         return 0
     return transport.scratch_bytes(sizes, rank, itemsize) or len(sizes) * sizes[rank] * itemsize
@@ -85,10 +134,6 @@ def cut(numel: int, num_parts: int) -> Sizes:
     return Sizes(stop - start for start, stop in pairwise(ends))
 
 
-def _drop(sent: torch.Tensor) -> None:
-    """Do nothing; until the call, `sent` is held."""
-
-
 class SumsInOrder:
     """The sums over all data-parallel ranks of a mesh, in the order of their global ranks.
 
@@ -97,13 +142,17 @@ class SumsInOrder:
 
     Args:
         transport: between all these ranks.
+        reduction: how gradients travel.
         order: the part of each rank of the transport's group.
         part: that of this rank.
         num_cuts: into how many parts each part that a reduction sends is to be cut.
     """
 
-    def __init__(self, transport: Transport, order: Sequence[int], part: int, num_cuts: int) -> None:
-        self._transport, self._order, self.part, self._num_cuts = transport, order, part, num_cuts
+    def __init__(
+        self, transport: Transport, reduction: Reduction, order: Sequence[int], part: int, num_cuts: int
+    ) -> None:
+        self._transport, self.reduction = transport, reduction
+        self._order, self.part, self._num_cuts = order, part, num_cuts
         self._is_sorted = list(order) == sorted(order)
 
     def sizes(self, sent: Sizes) -> Sizes:
@@ -115,13 +164,16 @@ class SumsInOrder:
     def scratch_bytes(self, sizes: Sizes, itemsize: int) -> int:
         """Returns the bytes that `add` takes."""
         moved = 0 if self._is_sorted else sum(sizes)
-        return moved * itemsize + _scratch_bytes(self._transport, sizes, self.part, itemsize)
+        return moved * itemsize + scratch_bytes(self._transport, self.reduction, sizes, self.part, itemsize)
 
     def add(self, total: torch.Tensor, rows: torch.Tensor, sizes: Sizes, async_op: bool) -> Pending | None:
         """Add this rank's part in the `rows` of all ranks to `total`; `sizes` are those of all parts in the rows."""
         if self._is_sorted:
             return self._transport.add_onto(total, rows, sizes, async_op)
         given = parts(rows, sizes)
-        sent = torch.cat([given[part] for part in self._order])
-        pending = self._transport.add_onto(total, sent, Sizes(sizes[part] for part in self._order), async_op)
-        return None if pending is None else Then(pending, partial(_drop, sent))
+        sent, lengths = torch.cat([given[part] for part in self._order]), Sizes(sizes[part] for part in self._order)
+        pending = self._transport.add_onto(total, sent, lengths, async_op)
+        return then(pending, partial(_after, sent, _nothing))
+
+
+def _nothing() -> None: ...

@@ -131,6 +131,12 @@ class Transport(ABC):
         """
         raise PolicyError(f"{type(self).__name__} has no sum in the order of ranks; leave out CommPolicy(reduce=)")
 
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Fill `versions`, `[ranks, sizes[rank]]`, with this rank's part in all ranks' `rows`: an all-to-all."""
+        raise PolicyError(f"{type(self).__name__} has no all-to-all; leave out CommPolicy(reduce=)")
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum `tensor` over the ranks, in place; every rank gets the same bits."""
@@ -162,7 +168,7 @@ def are_even(sizes: Sequence[int]) -> bool:
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
-class Then:
+class _Then:
     """A collective under way, and what is done with its result."""
 
     def __init__(self, pending: Pending, act: Callable[[], None]) -> None:
@@ -171,6 +177,14 @@ class Then:
     def wait(self) -> None:
         self._pending.wait()
         self._act()
+
+
+def then(pending: Pending | None, act: Callable[[], None]) -> Pending | None:
+    """Have `act()` called once `pending` is done: now, if there is nothing to wait for."""
+    if pending is not None:
+        return _Then(pending, act)
+    act()
+    return None
 
 
 class NoTransport(Transport):
@@ -188,6 +202,11 @@ class NoTransport(Transport):
 
     def add_onto(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        return None
+
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         return None
 
@@ -217,6 +236,13 @@ class OneRank(NoTransport):
     ) -> Pending | None:
         """Add `rows`, the only summand."""
         shard_buffer.add_(rows)
+        return None
+
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy `rows`, the only version."""
+        versions[0].copy_(rows)
         return None
 
 
@@ -284,20 +310,21 @@ class SingleCalls(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Receive all ranks' versions by one all-to-all, and add them."""
-        arriving = rows.new_empty(len(sizes) * shard_buffer.numel())
-        received = [shard_buffer.numel()] * len(sizes)
+        versions = rows.new_empty(len(sizes), shard_buffer.numel())
 
         def add() -> None:
-            for version in parts(arriving, received):
+            for version in versions:
                 shard_buffer.add_(version)
 
-        what = "all-to-all of {:,} bytes", rows.nbytes
+        return then(self.exchange(versions, rows, sizes, async_op), add)
+
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Receive all ranks' versions by one call."""
+        what, received = ("all-to-all of {:,} bytes", rows.nbytes), [versions.shape[1]] * len(sizes)
         call = partial(dist.all_to_all_single, group=self._group, async_op=async_op)
-        pending = self._called(call, arriving, rows, received, list(sizes), what=what, async_op=async_op)
-        if pending is not None:
-            return Then(pending, add)
-        add()
-        return None
+        return self._called(call, versions.view(-1), rows, received, list(sizes), what=what, async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Reduce by one call, in place."""

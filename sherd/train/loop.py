@@ -173,7 +173,9 @@ def optimizer_of(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     vectors = [(name, each) for name, each in model.named_parameters() if each.ndim <= 1]
     if config.optimizer == "adamw":
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        fused = not (config.reproducible and next(model.parameters()).device.type == "cpu")  # which rounds ends otherwise
+        fused = not (
+            config.reproducible and next(model.parameters()).device.type == "cpu"
+        )  # which rounds ends otherwise
         return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, BETAS, fused=fused)
     left = left_to_adamw(model)  # by name: whether it is no hidden matrix
     groups = [

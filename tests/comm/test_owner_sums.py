@@ -80,11 +80,36 @@ def test_sums_have_the_dtype_that_is_asked_for(name, wire):
         torch.testing.assert_close(everywhere, expected.to(travels).to(dtype))
 
 
+@pytest.mark.values
+@pytest.mark.parametrize("wire", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", TRANSPORTS)
+@on_processes(2, 3)
+def test_encoded_sums_are_within_the_codecs_bound(name, wire):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduction = Reduction(wire)
+    sums = OwnerSums(MAKERS[name](dist.group.WORLD, True), dist.group.WORLD, reduction)
+    for sizes in (cut(900, size), Sizes((0, *cut(900, size - 1)))):
+        sent = [rows_of(each, sizes, torch.float32) for each in range(size)]
+        bound = sum(torch.cat([reduction.codec.bound(part) for part in parts(each, sizes)]) for each in sent)
+        own = torch.empty(sizes[rank])
+        pending = sums.reduce_scatter(own, sent[rank], sizes, True)
+        if pending is not None:
+            pending.wait()
+        assert ((own - parts(sum(sent), sizes)[rank]).abs() <= parts(bound, sizes)[rank] + 1e-5).all()
+    everywhere = rows_of(rank, (900,), torch.float32)
+    sums.all_reduce(everywhere, True)
+    expected = sum(rows_of(each, (900,), torch.float32) for each in range(size))
+    torch.testing.assert_close(everywhere, expected, rtol=0.3, atol=0.6)  # rounded twice, by up to an eighth
+    alike = [torch.empty_like(everywhere) for _ in range(size)]
+    dist.all_gather(alike, everywhere)
+    assert all(torch.equal(each, everywhere) for each in alike)
+
+
 @on_processes(4)
 def test_parts_may_be_in_another_order_than_ranks():
     rank, order = dist.get_rank(), [0, 2, 1, 3]
     for name in TRANSPORTS:
-        sums = SumsInOrder(MAKERS[name](dist.group.WORLD, True), order, order[rank], 2)
+        sums = SumsInOrder(MAKERS[name](dist.group.WORLD, True), Reduction(order="ranks"), order, order[rank], 2)
         sizes = sums.sizes(Sizes((7, 4)))
         assert sizes == (3, 4, 2, 2)
         total = torch.zeros(sizes[order[rank]])

@@ -119,7 +119,8 @@ def _of_sherd_alone(setting: Setting) -> dict[str, Any]:
 
 def _comm_policy(setting: Setting) -> sherd.CommPolicy:
     order, _, wire = setting.reduction.partition(" ")
-    reduction = sherd.Reduction(_dtype(wire), order=order) if order else None
+    travels = wire if wire == "int8" else _dtype(wire)
+    reduction = sherd.Reduction(travels, order=order) if order else None
     return sherd.CommPolicy(setting.transport, part_bytes=setting.part_bytes, reduce=reduction)
 
 

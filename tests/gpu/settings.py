@@ -63,7 +63,7 @@ class Setting:
     part_bytes: int | None = None
     """Units are cut into parts of so many bytes, as large ones are by default; 1: each parameter is one."""
     reduction: str = ""
-    """The order of sums and the dtype that travels, each if it is said: "ranks", "any bfloat16"."""
+    """The order of sums and the dtype that travels, each if it is said: "ranks", "any bfloat16", "any int8"."""
     own_collectives: bool = False
     group_memory: bool = False
     """What collectives read and write is memory of the process group."""

@@ -52,6 +52,8 @@ CASES = {
     ),
     "bfloat16 summed in float32": Setting(width=13, reduction="any bfloat16", placement="Flat"),
     "bfloat16 summed in float32, hsdp": Setting(**HSDP, reduction="any bfloat16"),
+    "encoded in 8 bits": Setting(width=13, reduction="any int8", micro_batches=2),
+    "encoded in 8 bits, hsdp": Setting(**HSDP, reduction="any int8"),
     "wrapper, in the order of ranks": Setting(front="flat wrapper", reduction="ranks", max_norm=0.1),
     # The wrapper
     "wrapper": Setting(front="wrapper", max_norm=0.1, micro_batches=2, accumulation="no_sync"),

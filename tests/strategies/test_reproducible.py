@@ -299,7 +299,9 @@ def refuses(call: Callable[[], object], words: str) -> None:
 
 def test_what_is_no_reduction_is_refused():
     refuses(lambda: sherd.Reduction(order="rank"), "Reduction.order='rank'.: expected one of any, ranks")
-    refuses(lambda: sherd.Reduction(wire="bf16"), "wire='bf16'.: expected a torch.dtype or None")
+    refuses(lambda: sherd.Reduction(wire="bf16"), "codec.'bf16'.: unknown format; known are 'int8', 'fp8_e4m3'")
+    refuses(lambda: sherd.Reduction(wire="int8", order="ranks"), "each number of ranks rounds otherwise")
+    refuses(lambda: sherd.Reduction(wire=8), "wire=8.: expected a torch.dtype or None")
     refuses(lambda: sherd.Reduction(wire=torch.int8), "wire=torch.int8.: expected a floating-point dtype")
     refuses(lambda: sherd.Reduction(sum=torch.float8_e4m3fn), "sum=torch.float8_e4m3fn.: expected a real dtype of 16")
     refuses(lambda: sherd.Reduction(wire=torch.complex64), "wire=torch.complex64.: expected a real dtype of 16")

@@ -119,6 +119,12 @@ class Gloo(Transport):
         """Receive the other ranks' versions of this rank's part, and add them with its own to `shard_buffer`."""
         return self._sum(sums.add_onto, shard_buffer, rows, sizes).answer(async_op)
 
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Receive all versions at once."""
+        return _AtOnce(self._link, sums.collect, versions, rows, sizes).answer(async_op)
+
     def _sum(self, add: sums.Add, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> _Call:
         if self._is_small(sizes, rows.element_size()) or is_debugging_in_detail():
             return _AtOnce(self._link, add, shard_buffer, rows, sizes)
@@ -266,6 +272,7 @@ class _AtOnce(_Call):
         given, rank, size = parts(rows, sizes), link.rank, link.size
         self._versions = [given[rank]]
         if size == 1 or not rows.numel():
+            self._versions *= size  # which are empty, if there are several
             return
         # Of two ranks, the part for the other one is contiguous without this rank's own, which need not travel.
         keeps_own = size == 2

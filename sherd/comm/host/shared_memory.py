@@ -27,7 +27,7 @@ import torch.distributed as dist
 from sherd._torch import adopt_timeout, timeout_of
 from sherd.comm.host.neighbours import Neighbour, Neighbours, Post, meet
 from sherd.comm.host.segments import Regions, Segment, new_segment
-from sherd.comm.host.sums import add_onto, add_up, addable, sum_dtype
+from sherd.comm.host.sums import add_onto, add_up, addable, collect, sum_dtype
 from sherd.comm.transport import CopyIntoPlace, InPieces, Pending, Transport, parts
 from sherd.errors import CommError
 
@@ -45,8 +45,8 @@ _MOST_ROUNDS = 64  # messages that fit into a socket
 
 # Rounds: what each rank shows the others in one exchange, and how it takes their parts. No order, no messages.
 
-_ALL_GATHER, _ALL_GATHER_ONTO, _REDUCE_SCATTER, _ALL_REDUCE, _ADD_ONTO = range(5)
-_NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce", "sum in the order of ranks")
+_ALL_GATHER, _ALL_GATHER_ONTO, _REDUCE_SCATTER, _ALL_REDUCE, _ADD_ONTO, _EXCHANGE = range(6)
+_NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce", "sum in the order of ranks", "all-to-all")
 # Sorted, so that a dtype has the same number on all ranks.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -161,7 +161,7 @@ class _Sum(_Round):
         self, question: _Question, counts: Sequence[int], own: int, pieces: Sequence[torch.Tensor], out: torch.Tensor
     ) -> None:
         super().__init__(question, [sum(counts) - count for count in counts])
-        self._add = add_onto if question.numbers[0] == _ADD_ONTO else add_up
+        self._add = {_ADD_ONTO: add_onto, _EXCHANGE: collect}.get(question.numbers[0], add_up)
         self._counts = counts
         self._own = own
         self._pieces: list[torch.Tensor] = list(pieces)
@@ -345,6 +345,13 @@ class SharedMemory(Transport):
         question = _Question(_ADD_ONTO, addable(rows.dtype), tuple(sizes), async_op)
         return self._begin_all(self._sums(question, shard_buffer.detach(), rows.detach()), async_op)
 
+    def exchange(
+        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy this rank's part from the others' segments, and its own."""
+        question = _Question(_EXCHANGE, rows.dtype, tuple(sizes), async_op)
+        return self._begin_all(self._sums(question, versions.detach(), rows.detach()), async_op)
+
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Add up small tensors, and those of two ranks, on every rank. Large tensors are done when the call returns."""
         flat = tensor.detach().view(-1)
@@ -402,7 +409,7 @@ class SharedMemory(Transport):
         for cut in self._cuts(question, [total - size for size in sizes]):
             counts = [piece.stop - piece.start for piece in cut]
             pieces = [part[piece] for part, piece in zip(of_rank, cut, strict=True)]
-            yield _Sum(question, counts, self._rank, pieces, shard_buffer[cut[self._rank]])
+            yield _Sum(question, counts, self._rank, pieces, shard_buffer[..., cut[self._rank]])
 
     def _sums_of_wholes(self, question: _Question, flat: torch.Tensor) -> Iterator[_Round]:
         for cut in self._cuts(question, question.sizes):

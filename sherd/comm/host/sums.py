@@ -68,3 +68,9 @@ def add_onto(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         into = out[start : start + _BLOCK]
         for part in parts:
             into.add_(part[start : start + _BLOCK])
+
+
+def collect(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Put `parts` into the rows of `out`."""
+    for row, part in zip(out, parts, strict=True):
+        row.copy_(part)

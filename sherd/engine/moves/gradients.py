@@ -640,9 +640,9 @@ class Gradients:
     def _add_in_order(self, sent: torch.Tensor, earlier: _Sum | None, owned: Sizes) -> tuple[torch.Tensor, Handoff]:
         """Sum over all ranks in their order, onto the sum that earlier backwards left. Returns as `_scatter` does."""
         mesh, result = self.group.mesh, list[torch.Tensor]()
-        in_order, reduction = mesh.in_order, mesh.comm.reduce
-        assert in_order is not None and reduction is not None, "the policy asks for these sums"
-        dtype = reduction.sum_dtype(sent.dtype)
+        in_order = mesh.in_order
+        assert in_order is not None, "the policy asks for these sums"
+        dtype = in_order.reduction.sum_dtype(sent.dtype)
 
         def add(async_op: bool) -> Pending | None:
             if earlier is None:

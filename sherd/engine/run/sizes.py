@@ -36,9 +36,10 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     is_in_rows = stores_at_once and group.is_one_piece and plan.lane_owns_rows and plan.owned is None
     reduced = (sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize
     scratch = reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize)
-    if plan.owned is not None and mesh.in_order is not None and mesh.comm.reduce is not None:
-        own = plan.owned[mesh.in_order.part] * mesh.comm.reduce.sum_dtype(reduce).itemsize
-        reduced = sums[mesh.shard_rank] * mesh.comm.reduce.sum_dtype(reduce).itemsize if mesh.holds_copies else own
+    if plan.owned is not None and mesh.in_order is not None:
+        itemsize = mesh.in_order.reduction.sum_dtype(reduce).itemsize
+        own = plan.owned[mesh.in_order.part] * itemsize
+        reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
     return GroupSizes(
         shards=_shard_bytes(group, plan),

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
-from sherd.comm.mesh import DataMesh
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
-from sherd.policy import OffloadPolicy, Place
+from sherd.policy import OffloadPolicy, Place, Reduction
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
@@ -142,13 +141,15 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
     for weights in unit.weights:
         group, plan = weights.group, weights.plan
         mesh = group.mesh
-        reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if group.trained else 0
+        sent = plan.reduced_by_piece if group.trained else ()
         yield Traffic(
             gathered=0
             if plan.is_never_gathered or mesh.only_sums
             else group.packing.gathered_numel * group.compute_dtype.itemsize,
-            reduced=reduced if mesh.num_shards > 1 else 0,
-            all_reduced=_all_reduced(mesh, reduced, group.reduce_dtype),
+            reduced=_reduced(mesh.comm.reduce, sent, group.reduce_dtype) if mesh.num_shards > 1 else 0,
+            all_reduced=_reduced(mesh.comm.reduce_replicas or mesh.comm.reduce, sent, group.reduce_dtype)
+            // mesh.num_shards
+            * (mesh.num_replicas > 1),
             owned=group.shard_buffer.nbytes,
             copied=group.shard_numel * group.compute_dtype.itemsize,
             shard=group_of(mesh.shard_group),
@@ -156,12 +157,9 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         )
 
 
-def _all_reduced(mesh: DataMesh, reduced: int, dtype: torch.dtype) -> int:
-    if mesh.num_replicas == 1:
-        return 0
-    reduction = mesh.comm.reduce_replicas
-    wire = dtype if reduction is None else reduction.wire_dtype(dtype)
-    return reduced // dtype.itemsize * wire.itemsize // mesh.num_shards
+def _reduced(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a reduction of parts of `sizes` elements."""
+    return sum(sizes) * dtype.itemsize if reduction is None else reduction.num_bytes(sizes, dtype)
 
 
 # Equal blocks
