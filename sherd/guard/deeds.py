@@ -10,6 +10,7 @@ A parameter of which one rank holds all elements (`Owned()`) is that rank's busi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -286,7 +287,16 @@ def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]
         if piece.numel():  # an empty tensor has no largest element
             by_device.setdefault(piece.device, []).append(piece)
     # One norm for all shards of a device, so that the host waits once per device where all are finite.
-    norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
-    if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
-        return []
-    return [ShardedParameter.name_of(parameter) for parameter, piece in pieces if not bool(piece.isfinite().all())]
+    with contextlib.suppress(NotImplementedError):  # a kind of tensor may have no norm, as torchao's int8 weights
+        norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
+        if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
+            return []
+    return [ShardedParameter.name_of(parameter) for parameter, piece in pieces if not _is_finite(piece)]
+
+
+def _is_finite(piece: torch.Tensor) -> bool:
+    """Returns whether all elements are finite; True if this kind of tensor does not tell."""
+    try:
+        return bool(piece.isfinite().all())
+    except NotImplementedError:
+        return True

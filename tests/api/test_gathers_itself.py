@@ -1,5 +1,6 @@
 """A parameter that brings its own all-gather trains as a plain one, whatever its unsharded form and gradient are."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -70,6 +71,20 @@ class Choosy(Halves):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
+class Noted(Halves):
+    """A later gather notes something on the unsharded tensor, as torchao's float8 notes the present scale."""
+
+    turns = itertools.count(1)
+
+    def fsdp_pre_all_gather(self, mesh):
+        return self.halves, next(Noted.turns)
+
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
+        if out is not None:
+            out.note = metadata
+        return super().fsdp_post_all_gather(gathered, metadata, dtype, out=out)
+
+
 def in_halves(values, kind=Halves):
     return kind(values / 4, values * 3 / 4)
 
@@ -98,6 +113,16 @@ def assert_same_gradients(model, plain):
         torch.testing.assert_close(gradient.full_tensor(), twin.weight.grad)
     plain.zero_grad()
     model.zero_grad()
+
+
+@on_threads(2)
+def test_what_a_later_gather_notes_is_on_the_parameter_that_modules_see():
+    model, seen = sharded(made(partial(in_halves, kind=Noted))), []
+    model[0].register_forward_pre_hook(lambda layer, _: seen.append(getattr(layer.weight, "note", 0)))
+    for _ in range(3):
+        model(inputs(dist.get_rank())).sum().backward()
+    first, second, third = seen
+    assert first == 0 < second < third
 
 
 @pytest.mark.parametrize("kind", [Halves, Choosy])

@@ -1,4 +1,4 @@
-"""torchao's NF4 weights are sharded as they are: in 4 bits, with the values that they have in one process."""
+"""torchao's weights are sharded as they are: NF4 in 4 bits; those that train in few bits, sent in few bits."""
 
 import pytest
 import torch
@@ -92,3 +92,57 @@ def test_a_model_with_nf4_weights_trains_as_in_one_process_and_shows_their_bytes
         assert_same(found[1], expected[1], rtol=1e-5, atol=1e-6)
         assert nbytes == WIDTH * WIDTH // 2 // num_ranks
         assert nbytes < now == at_peak < 3 * nbytes  # with scales, and the adapter's shards
+
+
+def in_few_bits(kind):
+    """A model whose weights say what is gathered: float8 with one scale, ternary numbers, int8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
+    if kind == "float8":
+        float8 = pytest.importorskip("torchao.float8")
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        float8.convert_to_float8_training(model, config=config)
+    else:
+        training = pytest.importorskip("torchao.prototype.quantized_training")
+        quantization.quantize_(model, getattr(training, kind)())
+    return model
+
+
+def steps_in_few_bits(kind, is_sharded):
+    """Losses of four steps, all ranks on one batch. A weight's scale changes with each step."""
+    with torch.compiler.set_stance("force_eager"):
+        model = in_few_bits(kind)
+        for layer in (model[0], model[2], model) if is_sharded else ():
+            sherd.fully_shard(layer)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+        for _ in range(4):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+KINDS = ("float8", "bitnet_training", "int8_mixed_precision_training")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.values
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_weights_that_train_in_few_bits_train_as_in_one_process(num_ranks, kind, world):
+    expected = steps_in_few_bits(kind, False)
+    # A number that is rounded otherwise on one rank may be another of few bits.
+    close = {"rtol": 1e-3, "atol": 0} if num_ranks > 1 else {"rtol": 0, "atol": 0}
+    for found in world(num_ranks).run(steps_in_few_bits, kind, True):
+        assert_same(found, expected, **close)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_weights_in_int8_are_trained_though_they_have_no_norm(world):
+    kind = "int8_weight_only_quantized_training"
+    expected = steps_in_few_bits(kind, False)
+    for found in world(2).run(steps_in_few_bits, kind, True):
+        assert_same(found, expected, rtol=2e-2, atol=0)  # rounded at random, by each rank's generator

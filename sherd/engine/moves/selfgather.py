@@ -36,6 +36,7 @@ from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.policy import MixedPrecisionPolicy
 from sherd.tensor.gather import shard_of
+from sherd.tensor.ragged import local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,14 @@ class _Unsharded(Unsharded):
     tensor: torch.Tensor | None = None
 
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
-        """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`."""
-        self.tensor = tensor
+        """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`.
+
+        A tensor without memory of its own may get new attributes from later gathers, as a scale. They must get to the
+        object that modules see, which is what torch's FSDP2 gives the subclass. A tensor with memory has a version,
+        which refilling must leave alone.
+        """
+        has_memory = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        self.tensor = tensor if has_memory else local_part(parameter)
         self.buffers = (*self.gathered, *map(Buffer.of, inner))
         self.parameters = [parameter]
 
@@ -169,7 +176,8 @@ class SelfGatheredWeights(Weights):
         if unsharded.tensor is not None:
             for buffer in unsharded.buffers:
                 buffer.allocate()
-            self._finish(gathered, terms.metadata, out=unsharded.tensor)
+            with torch.no_grad():
+                self._finish(gathered, terms.metadata, out=unsharded.tensor)
             self._release(unsharded)
             return
         # As in `Weights._make`: a tensor that is made inside of inference mode can never be written in training.
