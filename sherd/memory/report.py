@@ -6,20 +6,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine import Runtime, Unit, sizes_of
+from sherd.engine import Group, Runtime, Unit, sizes_of, watcher
 from sherd.errors import ModuleError
 from sherd.memory import watch
 from sherd.policy import Disk
 from sherd.requirements import require_int
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast
-from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words, step_of
+from sherd.schedule.moments import CHUNK_NUMEL, IN_FLIGHT, Arrival, MemoryKind, Moment, in_words, step_of
 from sherd.schedule.state import State
+from sherd.tensor.optimizers import is_elementwise_class
+
+JOINED = 10
+"""The bytes of an element's master while it is stepped: as float32, and its parts while it is split."""
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to no unit: memory shared with other ranks, state of parameters outside of units."""
@@ -87,13 +92,13 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 
     The prediction asks the schedule that runs the model. Until a step runs under `track_memory`, the order in which
     gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
-    None; it does not include the optimizer's own temporaries, nor state that comes for the step from elsewhere.
+    None; it does not include the optimizer's own temporaries.
 
     Before the model's first step all ranks must call it together, since it sets up transports, which is collective.
 
     Args:
         model: the root of the units, on which `fully_shard` was called last; it may be on the meta device.
-        optimizer: also count its state, as it is now.
+        optimizer: also count its state, as it is now, and the chunks of what comes for its step from elsewhere.
         unsynced_batches: predict a step with this many backwards before the last one that do not reduce their gradients
             (`set_requires_gradient_sync(False)`).
 
@@ -109,7 +114,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     units = Unit.below(model)
     assert units[0] is unit, "the root comes first"
     names = names_of(model, units)
-    predicted, measured = forecast_for(model, units, unsynced_batches), watch.last_peak(units)
+    predicted = forecast_for(model, units, unsynced_batches, _in_flight(units, optimizer))
+    measured = watch.last_peak(units)
     lasting = _lasting(units, optimizer, unit.mesh.device)
     lasting[None, MemoryKind.TRANSPORT] += watch.staging_bytes(units)
     always = lasting.total()
@@ -291,7 +297,9 @@ def _table(parts: dict[tuple[str, str], int]) -> list[str]:
 # The prediction
 
 
-def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:
+def forecast_for(
+    root: nn.Module, units: Sequence[Unit], unsynced: int = 0, in_flight: Sequence[tuple[int, int]] = ()
+) -> Forecast:
     """Returns the predicted peak of a training step of `root`. Units are numbered as in `units`.
 
     It replays the last step that was watched. Without one, it makes up a step, from the order in which units ran or
@@ -303,7 +311,52 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
     step = None if runtime is None else watch.last_step(runtime)
     if step is None:
         step = step_of(_guess(root, units, runtime), sizes)
-    return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes_of(units), unsynced=unsynced)
+    batch_bytes = batch_bytes_of(units)
+    return forecast(
+        state.specs, state.limits, sizes, step, batch_bytes=batch_bytes, unsynced=unsynced, in_flight=in_flight
+    )
+
+
+def _in_flight(units: Sequence[Unit], optimizer: Optimizer | None) -> list[tuple[int, int]]:
+    """Returns the bytes of chunks that come for the step of `optimizer`, with their units, while they are the most.
+
+    Of the chunk that is stepped the masters are there as float32, and as what they are split into.
+    """
+    chunks: list[list[tuple[int, int]]] = []
+    if optimizer is None:
+        return []
+    for number, group in ((number, weights.group) for number, unit in enumerate(units) for weights in unit.weights):
+        if group.is_brought and not group.is_offloaded:
+            bits, state = _bits_that_come(group), _state_that_comes(group, optimizer)
+            for start in range(0, group.shard_numel, CHUNK_NUMEL):
+                numel = min(CHUNK_NUMEL, group.shard_numel - start)
+                joined = 0 if group.masters is None else JOINED * numel
+                chunks.append([(number, state * numel + -(-bits * numel // 8)), (number, joined)])
+    is_in_chunks = is_elementwise_class(getattr(optimizer, "_sherd_kind", type(optimizer)))
+    width = IN_FLIGHT if is_in_chunks else len(chunks)
+    windows = [chunks[start : start + width] for start in range(max(1, len(chunks) - width + 1))]
+    alive = [
+        [near for near, _ in window] + sorted((joined for _, joined in window), key=itemgetter(1))[-1:]
+        for window in windows
+    ]
+    return max(alive, key=lambda parts: sum(nbytes for _, nbytes in parts))
+
+
+def _bits_that_come(group: Group) -> int:
+    """Returns the bits of an element's master that do not rest where the optimizer steps."""
+    is_far = group.masters is not None and (
+        isinstance(group.place.masters, Disk) or group.masters.low.device != group.shard_buffer.device
+    )
+    return 17 if is_far else 0
+
+
+def _state_that_comes(group: Group, optimizer: Optimizer) -> int:
+    """Returns the bytes of an element's state that come, as it is, or will be after the first step."""
+    parameters = [each.parameter for each in group.optimizer_params] if group.place.brings_state else []
+    for values in (optimizer.state[each].values() for each in parameters if each in optimizer.state):
+        return sum(each.dtype.itemsize for each in values if isinstance(each, torch.Tensor) and each.ndim)
+    itemsize = group.dtype.itemsize if group.masters is None else torch.float32.itemsize
+    return watcher.num_moments(optimizer) * itemsize * bool(parameters)
 
 
 def state_for(root: nn.Module, units: Sequence[Unit]) -> State:

@@ -28,18 +28,12 @@ from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
 from sherd.optim.on_disk import Staged, vectors_on
 from sherd.policy import Disk
+from sherd.schedule.moments import CHUNK_NUMEL, IN_FLIGHT
 from sherd.tensor.local_step import LocalStep, SteppedSpan, of_no_parameter
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.sharded import rest_on
 from sherd.tensor.state_kind import State, copy_of
-
-IN_FLIGHT = 3
-"""One chunk that comes, one that is stepped, one that goes."""
-
-CHUNK_NUMEL = 1 << 22
-"""The most elements of a shard buffer in one chunk, a multiple of 8. Their AdamW state is 32 MiB, and copies of it last
-longer than the host's calls."""
 
 Lists = Sequence[Sequence[torch.Tensor]]
 """The tensors that an optimizer steps, by parameter group."""
@@ -103,7 +97,9 @@ def step_chunks(chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_
         for path, each in disks.items() if num_moments else ():
             of_disk = [group for group in groups if group.place.state == Disk(path)]
             sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
-            vectors_on(each).require(num_moments * sum(sizes))
+            masters = [group.masters for group in groups if group.masters and group.place.masters == Disk(path)]
+            bits = [part.nbytes for own in masters for part in (own.low, own.carries) if not vectors_on(each).has(part)]
+            vectors_on(each).require(num_moments * sum(sizes) + sum(bits))
         last = _step_chunks(chunks, device, run)
         for each in disks.values():
             vectors_on(each).settle()

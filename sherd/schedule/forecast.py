@@ -24,7 +24,7 @@ from functools import partial
 
 from sherd.schedule import actions as do
 from sherd.schedule.actions import EndBackward
-from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, begins_step
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, OptimizerStep, begins_step
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Limits, Live, UnitSpec
 
@@ -46,6 +46,7 @@ def forecast(
     *,
     batch_bytes: int,
     unsynced: int = 0,
+    in_flight: Sequence[tuple[int, int]] = (),
 ) -> Forecast:
     """Returns the peak of one training step with a learnt order, from shards without gradients to shards with them.
 
@@ -56,6 +57,7 @@ def forecast(
         step: the moments of forward and backward, by `step_of` or recorded.
         batch_bytes: small gradients are collected until they are this many bytes.
         unsynced: the number of passes before `step` whose gradients stay unreduced.
+        in_flight: the units, and the bytes of each, of which something comes for the optimizer's step.
     """
     assert len(specs) == len(sizes), "every unit has sizes"
     player = SchedulePlayer(specs, limits, sizes, batch_bytes)
@@ -65,6 +67,9 @@ def forecast(
             player.change(replace(spec, reduces=reduces) for spec in specs)
             for moment in step:
                 player.live_through(moment)
+    player.ledger.begin(OptimizerStep())
+    for unit, nbytes in in_flight:
+        player.ledger.add(unit, MemoryKind.IN_FLIGHT, nbytes)
     return player.ledger.peak
 
 
@@ -301,6 +306,7 @@ class SchedulePlayer:
 
     def live_through(self, moment: Moment) -> tuple[do.Action, ...]:
         """Carry out the schedule's answer to `moment`, or take a gradient. Returns the actions."""
+        assert not isinstance(moment, OptimizerStep), "the schedule knows no optimizer"
         self.ledger.begin(moment)
         if isinstance(moment, Arrival):
             reduces = self._schedule.state.specs[moment.unit].reduces

@@ -38,6 +38,14 @@ class MemoryKind(str, Enum):
     """Optimizer state and masters that rest elsewhere, while they are where the optimizer steps."""
 
 
+IN_FLIGHT = 3
+"""Chunks of a step that are near at a time: one whose state comes, one that is stepped, one that goes."""
+
+CHUNK_NUMEL = 1 << 22
+"""The most elements of a shard buffer in one chunk, a multiple of 8. Their AdamW state is 32 MiB, and copies of it last
+longer than the host's calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
     """The bytes of one group's buffers on this rank while they are allocated; 0 for a buffer that the group lacks.
@@ -89,7 +97,12 @@ class Arrival:
     index: int
 
 
-Moment = Event | Arrival
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The optimizer steps, and chunks of what rests elsewhere come for it."""
+
+
+Moment = Event | Arrival | OptimizerStep
 
 
 def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
@@ -202,5 +215,7 @@ def in_words(moment: Moment | None, names: Sequence[str]) -> str:
             return f"when gradients of {names[unit]} are reduced"
         case do.EndBackward():
             return "when backward ends"
+        case OptimizerStep():
+            return "when the optimizer steps"
         case _:
             return "between steps"

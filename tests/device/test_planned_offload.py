@@ -159,5 +159,31 @@ def test_a_report_has_the_peak_of_a_step_and_a_table_of_the_host(sim_world):
             assert ("\nin host memory: " in text) == (offload != "state"), "no optimizer was given"
 
 
-def test_the_constants_of_a_step_in_chunks_are_the_engines():
-    assert (sharded.IN_FLIGHT, sharded.CHUNK_NUMEL) == (chunks.IN_FLIGHT, chunks.CHUNK_NUMEL)
+def reported_and_taken_by_the_optimizer(offload: str) -> tuple[int, int, str]:
+    """The peak of a step with its optimizer, which steps a large chunk at a time: reported, and asked for."""
+    before = held_before()
+    model: Any = GPT().to("sim").to(torch.bfloat16 if offload.startswith("masters") else torch.float32)
+    mesh = init_device_mesh("sim", (torch.distributed.get_world_size(),))
+    shard_units(model, mesh=mesh, offload_policy=offload_policy(offload))
+    optimizer = OPTIMIZERS["adamw-fused"](model)
+    tokens = torch.zeros(0, TOKENS, dtype=torch.long, device="sim")
+    said = []
+    for _ in range(2):
+        model(tokens).sum().backward()
+        requested()
+        optimizer.step()
+        taken = requested() - before
+        optimizer.zero_grad()
+        gc.collect()
+        report = sherd.memory_report(model, optimizer)
+        said.append(report.predicted_peak)
+    return said[0], taken, str(report)
+
+
+def test_a_report_has_what_comes_for_the_step(sim_world):
+    for offload in ("state", "state:0.5", "masters"):
+        found = sim_world(2, spoil="no", races="off").run(reported_and_taken_by_the_optimizer, offload).values
+        for said, taken, text in found:
+            assert abs(taken - said) <= SCALARS, (offload, said, taken)
+            assert "when the optimizer steps" in text
+            assert "state in flight" in text

@@ -17,7 +17,7 @@ from sherd import Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.optim import chunks
-from sherd.optim.on_disk import vectors_on
+from sherd.optim.on_disk import DiskVectors, vectors_on
 from tests.optim.test_masters import KINDS, made, masters_of, steps
 from tests.support.models import chain
 from tests.support.ranks import RanksFailed
@@ -117,6 +117,22 @@ def test_a_disk_that_is_too_small_is_known_before_the_first_step(tmp_path, threa
         threads(2).run(trained, optim.AdamW, None, False, str(tmp_path))
     assert {kind for kind, _ in failed.value.errors.values()} == {ScratchError.__name__}
     assert all("KiB, and has 4.00 KiB free" in text for _, text in failed.value.errors.values())
+
+
+def test_so_is_one_that_is_too_small_for_masters_alone_or_with_state(tmp_path, threads, monkeypatch):
+    disk = Disk(str(tmp_path))
+    for policy in (OffloadPolicy(masters=disk), OffloadPolicy(masters=disk, optimizer=disk)):
+        needed = []
+        monkeypatch.setattr(DiskVectors, "require", lambda self, nbytes: needed.append(nbytes))  # noqa: B023
+        threads(2).run(first_steps, policy)
+        numel = sum(each.numel() for each in chain(2, 24).append(nn.Linear(24, 5)).parameters())
+        of_state = 0 if policy.optimizer is None else 8
+        assert sum(needed) == pytest.approx((of_state + 2.125) * numel, rel=0.1)
+
+
+def first_steps(policy):
+    model = sharded(policy)
+    steps(model, made(optim.AdamW, model), range(2))
 
 
 def grown(policy):

@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from sherd.policy import Disk
 from sherd.schedule import actions as do
 from sherd.schedule.forecast import SchedulePlayer
-from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words
+from sherd.schedule.moments import IN_FLIGHT, Arrival, MemoryKind, Moment, in_words
 from sherd.schedule.state import Keep
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
-from sherd.tools.simulate.sharded import IN_FLIGHT, OF_MASTERS, SPLITTING, Sharded, SimulatedUnit
+from sherd.tools.simulate.sharded import OF_MASTERS, SPLITTING, Sharded, SimulatedUnit
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 

@@ -7,12 +7,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sherd.policy import Disk, OffloadPolicy, Place
-from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind
+from sherd.schedule.moments import CHUNK_NUMEL, Arrival, GroupSizes, MemoryKind
 from sherd.schedule.state import Limits, UnitSpec
 from sherd.tools.simulate.work import ALONE, RankGroup
 
-IN_FLIGHT, CHUNK_NUMEL = 3, 1 << 22
-"""Those of `sherd/optim/chunks.py`: how many chunks have their state where the step is, and their elements."""
 OF_MASTERS = 46
 """The bytes that are read and written for each element to join and split masters."""
 SPLITTING = 6
