@@ -26,7 +26,7 @@ from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import exchange_objects
-from sherd.engine import Group, Runtime, ShardedParameter, Unit
+from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import CommError, in_short
 from sherd.guard.deeds import STEPPED, Deed
 from sherd.policy import MixedPrecisionPolicy
@@ -170,20 +170,21 @@ Copied = tuple[bytes, tuple[int, ...]]
 
 
 def copied_by(unit: Unit) -> list[Copied]:
-    """Returns the hashes of the shards of `unit` that other ranks hold, too, those of each mesh. The host waits."""
+    """Returns hashes of the shards of `unit`, and of masters, that other ranks hold, too, by mesh. The host waits."""
     sums: dict[DataMesh, list[int]] = {}
     for group in (weights.group for weights in unit.weights):
         if group.mesh.holds_copies and not group.gathers_itself:
-            sums.setdefault(group.mesh, []).append(_sum(group))
+            bits = () if group.masters is None else group.masters.bits()
+            sums.setdefault(group.mesh, []).extend(map(_sum, (group.shard_buffer.detach(), *bits)))
     hashes = (_hash(struct.pack(f"<{len(each)}q", *each).hex()) for each in sums.values())
     replicas = (tuple(mesh.copies_of_shards()[mesh.shard_rank]) for mesh in sums)
     return list(zip(hashes, replicas, strict=True))
 
 
 @torch.no_grad()
-def _sum(group: Group) -> int:
-    """Returns a sum over the bits of the shards, modulo 2**64, that depends on the order of rows."""
-    bits = group.shard_buffer.detach().view(torch.int16 if group.dtype.itemsize % 2 == 0 else torch.uint8)
+def _sum(vector: torch.Tensor) -> int:
+    """Returns a sum over the bits of a vector, modulo 2**64, that depends on the order of rows."""
+    bits = vector.view(torch.int16 if vector.dtype.itemsize % 2 == 0 else torch.uint8)
     full = bits.numel() // _ROW * _ROW
     rows = torch.cat((bits[:full].view(-1, _ROW).sum(1, dtype=torch.int64), bits[full:].sum(dtype=torch.int64).view(1)))
     # Weighted by their numbers, rows that have changed places do not add up to the same.

@@ -13,7 +13,7 @@ from torch import nn
 
 import sherd
 from sherd import Owned
-from sherd.engine import watcher
+from sherd.engine import Unit, watcher
 from sherd.errors import GradientError
 from sherd.guard import checker, deeds
 from tests.divergence.programs import batch, comm_errors, num_calls, sharded
@@ -212,6 +212,26 @@ def test_replicas_that_have_drifted_are_named_in_time_and_at_a_save(world, tmp_p
         assert "replicas hold different values: ranks [0] and ranks [1] differ" in text
         assert ("saves step 3" in text) is saves
     world(2).run(drift, NOBODY, str(tmp_path) if saves else None)
+
+
+def drift_of_masters(odd: int, folder: str) -> None:
+    """One replica's masters are others within the rounding of the weights, which are the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    sherd.fully_shard(model, mesh=mesh_of((2, 1)), offload_policy=sherd.OffloadPolicy(masters="device"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(batch().to(torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == odd:
+        [group] = [weights.group for weights in Unit.of(model).weights]
+        group.masters.low[3] ^= 1
+    sherd.save(folder, {"model": model}, step=1)
+
+
+def test_replicas_whose_masters_differ_are_named_at_a_save(world, tmp_path):
+    for text in comm_errors(world(2), drift_of_masters, 1, str(tmp_path)):
+        assert "replicas hold different values: ranks [0] and ranks [1] differ" in text
+    world(2).run(drift_of_masters, NOBODY, str(tmp_path))
 
 
 # What is no error

@@ -138,6 +138,12 @@ class Masters:
 
     # Reading and writing
 
+    def bits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the low bits and the carries of all masters, at rest."""
+        self.settle()
+        self._wait()
+        return self.low, self.carries
+
     def part(self, extent: Extent) -> torch.Tensor:
         """Returns the masters of `extent`, float32 `[numel]`, where the weights are."""
         self.settle()
