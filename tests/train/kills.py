@@ -1,6 +1,7 @@
 """A run killed at random moments: what it said it had saved is there, and the next start goes on as if nothing was.
 
     python -m tests.train.kills --moments 100 --seed 0
+    python -m tests.train.kills --moments 100 --offload masters@scratch --in-steps    # state and masters on a disk
 
 In each moment SIGTERM, SIGHUP or SIGKILL comes to the launcher, to one rank, or to all at once: in the start, in a
 step, in a save, in the sample, or at the end. Then the same command is started again, to the end. What must hold is
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,20 @@ def require(first: Run, code: int, saved: int, second: Run, never_killed: dict[i
     assert not folder.sweep(), context
 
 
-def prepared(folder: Path) -> None:
+def prepared(folder: Path, offload: str = "nothing") -> None:
     """The run's config and text."""
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("the quick brown foxes jump over the lazy dog. " * 100)
     text = str(folder / "text.txt")
     tree = {**TREE, "data": text, "batch": 4, "steps": STEPS, "every": SAVE_EVERY, "device": "cpu"}
+    tree |= {"offload": offload, "precision": "bf16" if offload.startswith("masters") else "fp32"}
     (folder / "run.json").write_text(json.dumps(tree))
 
 
 @contextlib.contextmanager
-def never_killed(folder: Path) -> Iterator[tuple[dict[int, float], float]]:
+def never_killed(folder: Path, offload: str = "nothing") -> Iterator[tuple[dict[int, float], float]]:
     """The losses of a run that nobody kills, and how long its start takes."""
-    prepared(folder)
+    prepared(folder, offload)
     run = Run(folder, "said")
     run.until(lambda: run.records("step"))
     usual = time.monotonic() - run.begun
@@ -192,9 +194,9 @@ def never_killed(folder: Path) -> Iterator[tuple[dict[int, float], float]]:
     shutil.rmtree(folder)
 
 
-def tried(folder: Path, moment: Moment, losses: dict[int, float], usual: float) -> int:
+def tried(folder: Path, moment: Moment, losses: dict[int, float], usual: float, offload: str = "nothing") -> int:
     """The exit code of a run killed in that moment. Raises AssertionError where something does not hold."""
-    prepared(folder)
+    prepared(folder, offload)
     first = Run(folder, "first")
     kill(first, moment, usual)
     code = first.end()
@@ -202,6 +204,8 @@ def tried(folder: Path, moment: Moment, losses: dict[int, float], usual: float) 
     second = Run(folder, "second")
     assert second.end() == 0, (first.words(".err"), second.words(".err"))
     require(first, code, saved, second, losses)
+    _, _, scratch = offload.partition("@")
+    assert not scratch or not list((folder / scratch).iterdir()), "scratch files are left"
     shutil.rmtree(folder)
     return code
 
@@ -211,14 +215,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first moment; the others follow")
+    parser.add_argument("--offload", default="nothing", help="as of sherd train; a folder is one below the run's")
+    parser.add_argument("--in-steps", action="store_true", help="SIGKILL within steps alone")
     args = parser.parse_args()
     table: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
     failed = 0
-    with tempfile.TemporaryDirectory() as place, never_killed(Path(place) / "whole") as (losses, usual):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        never_killed(Path(place) / "whole", args.offload) as (losses, usual),
+    ):
         for seed in range(args.seed, args.seed + args.moments):
             moment = drawn(seed)
+            if args.in_steps:
+                moment = replace(moment, phase="step", number=signal.SIGKILL)
             try:
-                outcome = f"exit {tried(Path(place) / str(seed), moment, losses, usual)}"
+                outcome = f"exit {tried(Path(place) / str(seed), moment, losses, usual, args.offload)}"
             except AssertionError as error:
                 outcome, failed = "FAILED", failed + 1
                 print(f"seed {seed}: {moment}: {error}", flush=True)
