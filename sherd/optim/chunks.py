@@ -488,11 +488,13 @@ class Shards(Chunk):
     def store(self, async_op: bool) -> None:
         for each in self._stepped:
             if each in self._state:
-                before, group = self._resting.get(each, {}), self._group_of.get(id(each))
+                kept, group = self._resting.setdefault(each, {}), self._group_of.get(id(each))
                 now = self._state[each]
                 if group is not None and group.place.brings_state:
-                    now = {key: _far(value, before.get(key), group) for key, value in now.items()}
-                self._resting[each] = now
+                    now = {key: _far(value, kept.get(key), group) for key, value in now.items()}
+                # The same dict, to which a step that is undone brings back what it has.
+                kept.clear()
+                kept.update(now)
         self._resting.update(of_no_parameter(self._state))
         for group, low, carries in self._masters:
             assert group.masters is not None
