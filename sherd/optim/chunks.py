@@ -234,7 +234,7 @@ class SpanState:
 
     def put(self, start: int, state: State) -> None:
         """Keep the `state` that a step has left of the part from `start` on."""
-        kept = self._states[self.span.flat]
+        kept = self._states[self.span.flat] if state else {}
         for key, value in state.items():
             own = kept.get(key)
             if not _is_vector(value):
@@ -487,7 +487,7 @@ class Shards(Chunk):
 
     def store(self, async_op: bool) -> None:
         for each in self._stepped:
-            if each in self._state:
+            if self._state.get(each):
                 kept, group = self._resting.setdefault(each, {}), self._group_of.get(id(each))
                 now = self._state[each]
                 if group is not None and group.place.brings_state:

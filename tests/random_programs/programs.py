@@ -114,6 +114,8 @@ class Program:
     policy: bool = False
     """The wrapper finds the units by a policy."""
     offload: bool = False
+    on_disk: float = 0.0
+    """The share of the optimizer's state that rests on a disk; the optimizer has some, and steps in small chunks."""
     prefetch: tuple[int, int] = (1, 1)
     lists: bool = False
     """Prefetch lists of the user's, for units drawn at random."""
@@ -185,7 +187,8 @@ def draw(seed: int, num_ranks: int | None = None) -> Program:
         garbage=dice.random() < 0.1,
         otherwise=_rarely(dice, 0.06, OTHERWISE, ""),
     )
-    return legal(replace(program, optimizer=_rarely(dice, 0.2, ("matrices",), program.optimizer)))
+    program = replace(program, optimizer=_rarely(dice, 0.2, ("matrices",), program.optimizer))
+    return legal(replace(program, on_disk=_rarely(dice, 0.25, (0.5, 1.0), 0.0)))
 
 
 SETTERS = (
@@ -287,6 +290,8 @@ def _legal_front(program: Program) -> Program:
 
 def _legal_steps(program: Program) -> Program:
     layers = list(every(program.layers))
+    if program.optimizer == "in_backward" or program.offload:  # which has an optimizer for each parameter
+        program = replace(program, on_disk=0.0)
     if program.optimizer == "in_backward" and (
         program.backwards not in ("one", "early", "forwards")
         or any(each.recompute in REENTRANT for each in layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ def _shard(program: Program, group: Group, layer: Layer | None) -> None:
         options["placements"] = program.strategy
     if program.offload:
         options["offload_policy"] = sherd.CPUOffloadPolicy(pin_memory=False)
+    if program.on_disk:
+        options["offload_policy"] = _state_on_disk(program)
     sherd.fully_shard(group if len(group) > 1 else group[0], **options)
 
 
@@ -152,6 +155,10 @@ def _set(program: Program, model: Any) -> None:
             each.set_modules_to_backward_prefetch(dice.sample(units, dice.randint(0, min(2, len(units)))))
 
 
+def _state_on_disk(program: Program) -> sherd.OffloadPolicy:
+    return sherd.OffloadPolicy(optimizer=sherd.Disk(gettempdir()), share=program.on_disk)
+
+
 # The wrapper
 
 
@@ -175,7 +182,7 @@ def _wrapper_options(program: Program) -> dict[str, Any]:
         "backward_prefetch": (None, sherd.BackwardPrefetch.BACKWARD_PRE, sherd.BackwardPrefetch.BACKWARD_POST)[
             min(program.prefetch[1], 2)
         ],
-        "cpu_offload": sherd.CPUOffload(program.offload),
+        "cpu_offload": _state_on_disk(program) if program.on_disk else sherd.CPUOffload(program.offload),
     }
     strategies, keeps = sherd.ShardingStrategy, program.root_reshard is False
     if program.strategy:
@@ -199,10 +206,10 @@ def without_sync(program: Program, model: Any, is_last: bool) -> AbstractContext
     return nullcontext() if is_last else model.no_sync()  # type: ignore[no-any-return]
 
 
-def optimizer_of(model: nn.Module, of_matrices: bool = False) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, of_matrices: bool = False, momentum: float = 0.0) -> torch.optim.Optimizer:
     """Plain gradient descent in large steps. `of_matrices`: by a function of whole matrices, where there are any."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    return _Descent(trained) if of_matrices else torch.optim.SGD(trained, lr=0.3)
+    return _Descent(trained) if of_matrices else torch.optim.SGD(trained, lr=0.3, momentum=momentum)
 
 
 def _cloned(matrices: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
