@@ -16,7 +16,7 @@ from sherd import Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import ModuleError
 from sherd.tensor.ragged import local_part
-from tests.optim.test_masters import made, steps
+from tests.optim.test_masters import made, sharded, steps
 from tests.support.models import chain
 from tests.support.ranks.bodies import on_processes, on_threads
 
@@ -69,13 +69,9 @@ class Stateless(torch.optim.Optimizer):
 
 @on_processes(2)
 def test_a_step_that_is_undone_brings_back_all_state_on_a_disk(tmp_path):
+    policy = OffloadPolicy(optimizer=Disk(str(tmp_path)))
     for kind in (torch.optim.AdamW, sherd.Muon):
-        model = chain(2, 24).append(nn.Linear(24, 5)).to(torch.bfloat16)
-        fully_shard(
-            model,
-            offload_policy=OffloadPolicy(optimizer=Disk(str(tmp_path)), masters="device"),
-            comm_policy=sherd.CommPolicy(divergence="join"),
-        )
+        model = sharded(policy, torch.float32, comm_policy=sherd.CommPolicy(divergence="join"))
         optimizer = made(kind, model)
         steps(model, optimizer, range(2))
         before = copy.deepcopy(optimizer.state_dict()["state"])
