@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import hooked_step
-from sherd.comm.streams import Handoff
 from sherd.engine import Group, ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
@@ -121,7 +120,6 @@ class FlatStep(_Optimizer):
 
     def state_dict(self) -> dict[str, object]:
         """Returns the optimizer's own state dict, where each shard has its own count of steps."""
-        self._sherd_stepper.wait_for_copies()
         return with_own_counts(super().state_dict())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -165,7 +163,6 @@ class Stepper:
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
         self._brought: list[Group] = []
         self._chunks: list[Chunk] = []
-        self._last_copy: Handoff | None = None
         self._idle: list[nn.Parameter] = []
         self._alone: list[list[nn.Parameter]] = []
 
@@ -195,9 +192,7 @@ class Stepper:
 
                 run, is_first = partial(self._step_lists, optimizer), not num_states
                 moments = watcher.num_moments(optimizer) if is_first else 0
-                self._last_copy = step_chunks(self._chunks, self._brought, run, moments)
-                for group in self._brought:
-                    group.arrive_by(self._last_copy)
+                step_chunks(optimizer, self._chunks, self._brought, run, moments)
             else:
                 with self._forms(optimizer, local.parts):
                     self._plain_step(optimizer)
@@ -211,11 +206,6 @@ class Stepper:
     def _step_lists(self, optimizer: Optimizer, lists: Lists, state: States) -> None:
         with self._forms(optimizer, lists), params_replaced(optimizer, lists, state):
             self._plain_step(optimizer)
-
-    def wait_for_copies(self) -> None:
-        """Block the caller until state that goes back to where it rests has arrived."""
-        if self._last_copy is not None:
-            self._last_copy.wait_on_host()
 
     @contextmanager
     def _forms(self, optimizer: Optimizer, stepped: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
