@@ -196,7 +196,9 @@ def step_chunks(
     Raises:
         ScratchError: on all ranks, if a disk of one has failed.
     """
-    device, failure = groups[0].device, None
+    # Where all is in host memory, no lane of a device takes part.
+    failure, devices = None, [group.shard_buffer.device for group in groups]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
     places = [place for group in groups for place in (group.place.state, group.place.masters)]
     disks = {place.path: place for place in places if isinstance(place, Disk)}
     try:
@@ -204,11 +206,13 @@ def step_chunks(
             of_disk = [group for group in groups if group.place.state == Disk(path)]
             sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
             vectors_on(each).require(num_moments * sum(sizes))
-        if optimizer not in _copies:
-            optimizer.register_state_dict_pre_hook(_wait_for_copies)
-        last = _copies[optimizer] = _step_chunks(chunks, device, run)
-        for group in groups:
-            group.arrive_by(last)
+        last = _step_chunks(chunks, device, run)
+        if device.type != "cpu":
+            if optimizer not in _copies:
+                optimizer.register_state_dict_pre_hook(_wait_for_copies)
+            _copies[optimizer] = last
+            for group in groups:
+                group.arrive_by(last)
         for each in disks.values():
             vectors_on(each).settle()
     except ScratchError as error:
