@@ -20,6 +20,7 @@ from functools import cache, partial
 import torch
 from torch.optim import Optimizer
 
+from sherd.comm.cores import cores_near, own_cores, threads_of_steps
 from sherd.comm.streams import Handoff, wait_for_steps
 from sherd.engine import Group, ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyTypeError
@@ -34,7 +35,24 @@ _NAME = "sherd steps"
 @cache
 def _thread() -> ThreadPoolExecutor:
     """Returns the one thread of this process, which makes the steps in the order in which they are asked for."""
-    return ThreadPoolExecutor(1, _NAME)
+    kind, num_threads = torch.accelerator.current_accelerator(check_available=True), torch.get_num_threads()
+    cores = (
+        own_cores() if kind is None else cores_near(torch.device(kind.type, torch.accelerator.current_device_index()))
+    )
+    thread = ThreadPoolExecutor(
+        1, _NAME, _settle, (cores, threads_of_steps(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    )
+    thread.submit(int).result()
+    torch.set_num_threads(num_threads)  # of all other threads, which torch counts together with the new one's
+    return thread
+
+
+def _settle(cores: set[int], num_threads: int) -> None:
+    """Bind this thread, and those that torch computes with here, to some cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.get_num_threads()  # else torch takes the number that all threads begin with when this one first computes
+    torch.set_num_threads(num_threads)
 
 
 _futures: weakref.WeakSet[Future[None]] = weakref.WeakSet()

@@ -392,12 +392,16 @@ under_way: dict[int, Handoff] = {}
 
 
 def wait_for_steps() -> None:
-    """Block the caller until what is `under_way` has ended. Raises its errors."""
+    """Block the caller until what is `under_way` has ended. Raises the first of its errors."""
+    errors = []
     for key, work in list(under_way.items()):
         try:
             work.wait_on_host()
-        finally:
-            under_way.pop(key, None)  # not before: another thread may be here, too
+        except Exception as error:
+            errors.append(error)
+        under_way.pop(key, None)  # not before: another thread may be here, too
+    if errors:
+        raise errors[0]
 
 
 def wait_for_copies_to(memory: torch.Tensor) -> None:

@@ -27,7 +27,6 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.comm.failures import named
-from sherd.comm.streams import wait_for_steps
 from sherd.tensor.placement import Places
 from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, of_kind, tensors_among, with_changed
 
@@ -37,12 +36,6 @@ class ReadableDTensor(DTensor):
 
     def __format__(self, format_spec: str) -> str:
         return object.__format__(self, format_spec) if self.ndim else format(self.item(), format_spec)
-
-    def to_local(self, **options: Any) -> torch.Tensor:
-        """As torch's, once a thread has stepped what it steps."""
-        wait_for_steps()
-        local: torch.Tensor = super().to_local(**options)
-        return local
 
     def tolist(self) -> Any:
         """Returns the elements of the unsharded tensor as nested lists. All ranks that hold parts must call it."""

@@ -171,6 +171,12 @@ class ShardedDTensor(OwnDTensor):
             spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
             return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
 
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's."""
+        wait_for_steps()
+        local: torch.Tensor = super().to_local(grad_placements=grad_placements)
+        return local
+
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """As torch's; all ranks must call it."""
         with self._announced(None):
