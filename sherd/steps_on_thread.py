@@ -10,6 +10,7 @@ ZeRO-Offload (Ren et al. 2021).
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
@@ -176,9 +177,12 @@ class StepsOnThread:
             return []
         # As it is now: schedulers change the settings, and callers the parameters, before the thread comes to it.
         as_now: Optimizer = object.__new__(kind)
-        now = [{key: _as_now(value) for key, value in group.items()} for group in optimizer.param_groups]
-        lists = [group | {"params": of_group} for group, of_group in zip(now, own, strict=True)]
-        vars(as_now).update(vars(optimizer) | {"param_groups": lists})
+        names = ("params", "param_names")
+        lists = [
+            {"params": of_group} | {key: copy.deepcopy(group[key]) for key in group if key not in names}
+            for group, of_group in zip(optimizer.param_groups, own, strict=True)
+        ]
+        Optimizer.__setstate__(as_now, vars(optimizer) | {"param_groups": lists})
         return [(unit, stepper, as_now)] if stepper.ready(as_now) else []
 
     # What the optimizer's hooks tell
@@ -199,10 +203,6 @@ class StepsOnThread:
 
     def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
         """Do nothing."""
-
-
-def _as_now(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _kind_of(optimizer: Optimizer) -> type[Optimizer]:

@@ -54,7 +54,7 @@ Run = Callable[[Lists, States], None]
 """Has the optimizer step these lists, with this state."""
 
 
-class Part:
+class PassingPart:
     """The elements `start` to `stop` of a vector that may rest elsewhere: they come for a step, and go back.
 
     Attributes:
@@ -107,7 +107,7 @@ class MastersPart:
         if rest.disk is not None and not rest.has(own[0]):
             own = group.masters.rest_in(*(rest.empty(each.shape, each.dtype) for each in own))
         ends = (extent.start, extent.stop), (extent.start // 8, -(-extent.stop // 8))
-        self.parts = [Part(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
+        self.parts = [PassingPart(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
 
     def joined(self) -> torch.Tensor:
         """Returns the masters, float32, where the weights are."""
@@ -127,7 +127,7 @@ class Chunk(ABC):
     def __init__(self, mastered: Sequence[tuple[Group, Extent]]) -> None:
         self._mastered = [(group, extent) for group, extent in mastered if group.masters is not None]
         self._masters: list[MastersPart] = []
-        self._passing: list[Part] = []
+        self._passing: list[PassingPart] = []
         self._states: list[State] = []
         self._brought: set[int] = set()
 
@@ -302,12 +302,12 @@ class SpanState:
         # Parts of a span are stepped one after another, each with its own count of steps.
         self.before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
 
-    def part(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Part:
+    def part(self, key: str, dtype: torch.dtype, start: int, stop: int) -> PassingPart:
         """Returns the part of a vector of state; the vector is made if there is none."""
         kept = self._states[self.span.flat]
         if key not in kept:
             kept[key] = self._rest.empty(self.span.flat.shape, dtype)
-        return Part(self._rest, kept[key], start, stop)
+        return PassingPart(self._rest, kept[key], start, stop)
 
     def put(self, key: str, value: Any) -> None:
         """Keep a number that a step has left of a part."""
@@ -333,7 +333,7 @@ class RangeChunk(Chunk):
         self._group, self._extent, self._num_lists = group, extent, num_lists
         self._ranges: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
         self._shift: list[int] = []  # where it begins in the range
-        self._parts: list[dict[str, Part]] = []
+        self._parts: list[dict[str, PassingPart]] = []
         for each in spans:
             begin = int(each.span.flat.storage_offset() - each.span.buffer.storage_offset())
             start, stop = max(begin, extent.start), min(begin + each.span.flat.numel(), extent.stop)

@@ -15,7 +15,7 @@ from torch import nn
 
 from sherd._torch import in_backward, say_fully_sharded, write_into
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams, wait_for_steps
+from sherd.comm.streams import Streams, under_way, wait_for_steps
 from sherd.engine.run.backward import if_alive
 from sherd.engine.run.unit_groups import UnitGroups
 from sherd.engine.state.fetching import RestingPlace
@@ -335,7 +335,8 @@ class Unit(UnitGroups):
             StateError: the unit is in the middle of a forward or backward, which needs unsharded parameters.
             WriteBackError: the user gave shards other memory, and its values are lost.
         """
-        wait_for_steps()
+        if under_way:
+            wait_for_steps()
         self.notice_moved()
         runtime: UnitRuntime | None = self.sealed_into()
         if runtime is None:
