@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     from sherd.policy import PrefetchPolicy as PrefetchPolicy
     from sherd.policy import ReduceScatter as ReduceScatter
     from sherd.policy import Reduction as Reduction
+    from sherd.steps_on_thread import StepsOnThread as StepsOnThread
+    from sherd.steps_on_thread import step_on_thread as step_on_thread
     from sherd.tensor.ragged import RaggedDTensor as RaggedDTensor
     from sherd.tools.migrate import explain_migration as explain_migration
     from sherd.tools.plan.explaining import explain_memory as explain_memory
@@ -152,6 +154,7 @@ _HOMES = {
     "StateDictSettings": "sherd.fsdp1.state_dict_type",
     "StateDictType": "sherd.fsdp1.state_dict_type",
     "StepsInBackward": "sherd.backward_steps",
+    "StepsOnThread": "sherd.steps_on_thread",
     "UnshardHandle": "sherd.api.module",
     "WeightDelta": "sherd.deltas.delta",
     "WeightMark": "sherd.deltas.marks",
@@ -182,6 +185,7 @@ _HOMES = {
     "share_comm_ctx": "sherd.api.module",
     "step": "sherd.uneven.guarded_step",
     "step_in_backward": "sherd.backward_steps",
+    "step_on_thread": "sherd.steps_on_thread",
     "tiled": "sherd.api.tiles",
     "track_memory": "sherd.memory.report",
     "unsharded": "sherd.api.unsharded",

@@ -23,6 +23,7 @@ from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
 from sherd.optim.under_way import StepsUnderWay
+from sherd.steps_on_thread import is_on_thread
 
 
 class StepsInBackward:
@@ -48,10 +49,13 @@ class StepsInBackward:
         """Step the parameters of the unit that have gradients, and drop the gradients."""
         unit = ref()
         runtime = None if unit is None else Runtime.over(unit)
-        if unit is None or runtime is None or not runtime.is_in_last_backward:
+        if unit is None or runtime is None:
             return
         # Backward would gather values that it has not read yet again, from shards that are already stepped.
-        if not all(weights.is_unread for weights in unit.weights):
+        may = runtime.is_in_last_backward and all(weights.is_unread for weights in unit.weights)
+        # No stream orders the step after copies to host memory.
+        unit.land_gradients(ahead=may and is_on_thread(self._optimizer))
+        if not may:
             return
         parameters = (each for record in unit.parameters for each in (record.shard, record.optimizer_param))
         with_gradient = {id(each) for each in parameters if each.grad is not None}

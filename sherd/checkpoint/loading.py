@@ -24,7 +24,7 @@ from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
 from sherd.engine import watcher
 from sherd.errors import OptimStateError
-from sherd.optim.loaded import at_rest, device_of_state
+from sherd.optim.loaded import at_rest, rest_of
 from sherd.tensor.local_step import Span
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
@@ -295,7 +295,7 @@ def _state_of(
                 )
     if not present:
         return None
-    device = device_of_state(entry.parameter)
+    device = rest_of(entry.parameter).device
     if entry.span is None:
         (member,) = present
         return _loaded(member, saved[member.name], device, optim if isinstance(optim, PlacesState) else None)

@@ -387,8 +387,26 @@ def streams_for(device: torch.device) -> Streams:
     return _by_device[device]
 
 
+under_way: dict[int, Handoff] = {}
+"""What is still to happen to shards on the host, by id: steps on a thread, and copies of gradients that they read."""
+
+
+def wait_for_steps() -> None:
+    """Block the caller until what is `under_way` has ended. Raises the first of its errors."""
+    errors = []
+    for key, work in list(under_way.items()):
+        try:
+            work.wait_on_host()
+        except Exception as error:
+            errors.append(error)
+        under_way.pop(key, None)  # not before: another thread may be here, too
+    if errors:
+        raise errors[0]
+
+
 def wait_for_copies_to(memory: torch.Tensor) -> None:
     """Block the caller until copies to `memory`, if it is page-locked, have ended, whichever lane they are on."""
+    wait_for_steps()
     if memory.is_pinned():
         torch.accelerator.synchronize()
 

@@ -10,25 +10,30 @@ chunks have their state where the step is. Between steps `optimizer.state` has i
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from sherd._torch import new_dtensor, replace_class, spec_of, swap_devices
+from sherd._torch import replace_class, spec_of, swap_devices
 from sherd.comm.agreement import gathered_along, groups_of
 from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
 from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
-from sherd.optim.on_disk import Staged, vectors_on
-from sherd.policy import Disk
+from sherd.optim.loaded import Rest, rest_of
+from sherd.optim.on_disk import vectors_on
+from sherd.policy import Disk, Place
 from sherd.schedule.moments import CHUNK_NUMEL, IN_FLIGHT
+from sherd.storage.scratch import Request
 from sherd.tensor.local_step import LocalStep, SteppedSpan, of_no_parameter
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
@@ -43,56 +48,153 @@ Run = Callable[[Lists, States], None]
 """Has the optimizer step these lists, with this state."""
 
 
-class Chunk(ABC):
-    """The tensors that are stepped together."""
+class PassingPart:
+    """The elements `start` to `stop` of a vector that may rest elsewhere: they come for a step, and go back.
 
-    def begin(self) -> None:  # noqa: B027  # most have nothing to note
-        """Note the state before the step."""
+    Attributes:
+        near: the elements where the step is, once they have come.
+    """
 
-    def read(self) -> None:  # noqa: B027  # few have anything on a disk
+    def __init__(self, rest: Rest, vector: torch.Tensor, start: int, stop: int) -> None:
+        self.disk, self._rest, self._vector, self._start, self._stop = rest.disk, rest, vector, start, stop
+        self._reading: Request | None = None
+
+    @cached_property
+    def _own(self) -> torch.Tensor:
+        """The elements where they rest, or a buffer in host memory for those on a disk."""
+        if self.disk is None:
+            return self._vector[self._start : self._stop]
+        return torch.empty(self._stop - self._start, dtype=self._vector.dtype, pin_memory=self._rest.pinned)
+
+    def read(self) -> None:
         """Begin to read what rests on a disk."""
+        if self.disk is not None:
+            self._reading = self.disk.read(self._vector, self._start, self._own)
 
-    @abstractmethod
+    def fetch(self) -> None:
+        """Bring the elements, on the current stream."""
+        if self._reading is not None:
+            self._reading.wait()
+        self.near = self._own.to(self._rest.near, non_blocking=True)
+
+    def store(self, value: torch.Tensor) -> None:
+        """Take `value` back, on the current stream."""
+        if self._own.data_ptr() != value.data_ptr():
+            self._own.copy_(value, non_blocking=True)
+
+    def write(self) -> None:
+        """Begin to write to the disk what was taken back, and has come to host memory."""
+        assert self.disk is not None, "it rests on a disk"
+        self.disk.write(self._vector, self._start, self._own)
+
+
+class MastersPart:
+    """The masters of a range of one group's shards, whose low bits and carries come and go as two `parts`.
+
+    Masters go to a disk before their first step. Raises ScratchError.
+    """
+
+    def __init__(self, group: Group, extent: Extent) -> None:
+        assert group.masters is not None, "a group with masters"
+        self.group, self.masters, self._extent = group, group.masters, extent
+        rest, own = _rest_of(group, group.place.masters, "masters"), (group.masters.low, group.masters.carries)
+        if rest.disk is not None and not rest.has(own[0]):
+            own = group.masters.rest_in(*(rest.empty(each.shape, each.dtype) for each in own))
+        ends = (extent.start, extent.stop), (extent.start // 8, -(-extent.stop // 8))
+        self.parts = [PassingPart(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
+
+    def joined(self) -> torch.Tensor:
+        """Returns the masters, float32, where the weights are."""
+        return self.masters.joined(self._extent, *(each.near for each in self.parts))
+
+    def split(self, values: torch.Tensor) -> None:
+        """Split stepped masters into weights, low bits and carries."""
+        self.masters.split_into(self._extent, values, *(each.near for each in self.parts))
+
+
+class Chunk(ABC):
+    """The tensors that are stepped together, and the masters of some of them.
+
+    A step calls `begin`, `read`, `fetch`, `step`, `store`, `write` and `drop`, in this order.
+    """
+
+    def __init__(self, mastered: Sequence[tuple[Group, Extent]]) -> None:
+        self._mastered = [(group, extent) for group, extent in mastered if group.masters is not None]
+        self._masters: list[MastersPart] = []
+        self._passing: list[PassingPart] = []
+        self._states: list[State] = []
+        self._brought: set[int] = set()
+
+    def begin(self) -> None:
+        """Note what is to come. Raises ScratchError."""
+        self._masters = [MastersPart(*each) for each in self._mastered]
+        self._passing = [part for each in self._masters for part in each.parts]
+
+    def read(self) -> None:
+        """Begin to read what rests on a disk."""
+        for each in self._passing:
+            each.read()
+
     def fetch(self, async_op: bool) -> None:
         """Bring what rests elsewhere, on the current stream."""
+        for each in self._passing:
+            each.fetch()
+        self._states = self._fetched()
+        self._brought = set(map(id, self._vectors()))
+
+    @abstractmethod
+    def _fetched(self) -> list[State]:
+        """Returns the states that the step gets."""
 
     @abstractmethod
     def step(self, run: Run) -> None:
         """Step what was brought."""
 
-    @abstractmethod
     def store(self, async_op: bool) -> None:
         """Take back to where it rests what the step has left, on the current stream."""
+        for part in (part for each in self._masters for part in each.parts):
+            part.store(part.near)
 
-    def write(self, gone: Handoff) -> None:  # noqa: B027
+    def write(self, gone: Handoff) -> None:
         """Begin to write what rests on a disk, once `gone` says that it is in host memory."""
+        going = [each for each in self._passing if each.disk is not None]
+        if going:
+            gone.wait_on_host()
+        for each in going:
+            each.write()
 
-    @abstractmethod
     def drop(self, gone: Handoff) -> None:
         """Free what was brought. `gone`: it is back."""
+        if not self._brought.issuperset(map(id, self._vectors())):
+            gone.wait()  # the step has made it, so it is compute's memory
+        self._passing, self._states, self._masters = [], [], []
+
+    def _vectors(self) -> list[torch.Tensor]:
+        return [value for state in self._states for value in state.values() if _is_vector(value)]
 
 
-def step_chunks(chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_moments: int = 0) -> Handoff | None:
+def step_chunks(
+    optimizer: Optimizer, chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_moments: int = 0
+) -> None:
     """Step the chunks in order, each while the next one comes and the one before goes back.
 
+    What rests on a disk is there in the end. For the rest the optimizer's `state_dict` waits.
+
     Args:
+        optimizer: the optimizer.
         chunks: none on a rank that has nothing of the groups.
         groups: those of which something comes, on all ranks.
         run: steps lists with their state.
         num_moments: how many vectors of state the step is about to make for each shard buffer.
 
-    Returns:
-        The handoff of the last copy back; None if there was none. What rests on a disk is there.
-
     Raises:
         ScratchError: on all ranks, if a disk of one has failed.
     """
-    device = groups[0].device
+    # Where all is in host memory, no lane of a device takes part.
+    failure, devices = None, [group.shard_buffer.device for group in groups]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
     places = [place for group in groups for place in (group.place.state, group.place.masters)]
     disks = {place.path: place for place in places if isinstance(place, Disk)}
-    if not disks:
-        return _step_chunks(chunks, device, run)
-    last, failure = None, None
     try:
         for path, each in disks.items() if num_moments else ():
             of_disk = [group for group in groups if group.place.state == Disk(path)]
@@ -101,15 +203,29 @@ def step_chunks(chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_
             bits = [part.nbytes for own in masters for part in (own.low, own.carries) if not vectors_on(each).has(part)]
             vectors_on(each).require(num_moments * sum(sizes) + sum(bits))
         last = _step_chunks(chunks, device, run)
+        if device.type != "cpu":
+            if optimizer not in _copies:
+                optimizer.register_state_dict_pre_hook(_wait_for_copies)
+            _copies[optimizer] = last
+            for group in groups:
+                group.arrive_by(last)
         for each in disks.values():
             vectors_on(each).settle()
     except ScratchError as error:
         failure = error
-    axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh))
+    axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh)) if disks else {}
     for said in gathered_along(axes, failure and failure.args[0], "optimizer state on disks"):
         if said is not None:
             raise ScratchError(said) from failure
-    return last
+
+
+_copies: weakref.WeakKeyDictionary[Optimizer, Handoff | None] = weakref.WeakKeyDictionary()
+"""The last copy of each optimizer's state to where it rests."""
+
+
+def _wait_for_copies(optimizer: Optimizer) -> None:
+    if (last := _copies[optimizer]) is not None:
+        last.wait_on_host()
 
 
 def _step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Handoff | None:
@@ -152,39 +268,12 @@ def _step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Han
     return come.run(lambda async_op: None, gone[-1])
 
 
-def _near(value: Any, device: torch.device) -> Any:
-    """Returns a tensor of state on `device`; numbers, and tensors without dims, are where the step reads them."""
-    if not isinstance(value, torch.Tensor) or not value.ndim or (local := local_part(value)).device == device:
-        return value
-    return _around(local.to(device, non_blocking=True), value)
-
-
-def _around(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns `local` as a tensor of the kind of `like`, which has its layout."""
-    return new_dtensor(type(like), local, spec_of(like)) if isinstance(like, DTensor) else local
-
-
-def _far(value: Any, before: Any, group: Group) -> Any:
-    """Returns a tensor of state where it rests: `before`, with its values, if that is fit, else a new one."""
-    if not _is_vector(value):
-        return value
-    local, place, pinned = local_part(value), group.place.state, group.place.pinned
-    disk = vectors_on(place) if isinstance(place, Disk) else None
-    if isinstance(before, torch.Tensor):
-        far = local_part(before)
-        is_fit = (far.shape, far.dtype, far.device.type) == (local.shape, local.dtype, "cpu")
-        if is_fit and (disk.has(far) if disk is not None else far.is_pinned() or not pinned):
-            far.copy_(local, non_blocking=True)
-            return before
-    if disk is not None:
-        far = disk.empty(f"state of {group.name}", local.numel(), local.dtype).view(local.shape)
-    else:
-        far = torch.empty_like(local, device="cpu", pin_memory=pinned)
-    return _around(far.copy_(local, non_blocking=True), value)
-
-
 def _is_vector(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _rest_of(group: Group, place: Place | None, what: str) -> Rest:
+    return Rest(place, group.shard_buffer.device, group.place.pinned, f"{what} of {group.name}")
 
 
 # Ranges of shard buffers
@@ -195,111 +284,34 @@ class SpanState:
 
     def __init__(self, span: SteppedSpan, group: Group, states: States) -> None:
         self.span, self._group, self._states = span, group, states
-        self._before: State = {}
-        place = group.place.state
-        self._disk = vectors_on(place) if isinstance(place, Disk) else None
-        self._staged: dict[tuple[int, str], Staged] = {}
-        self._to_write: dict[tuple[int, str], torch.Tensor] = {}
+        self._rest = _rest_of(group, group.place.state, "state")
+        self.before: State = {}
 
     def begin(self) -> None:
         """Note the state before the step. What was loaded, or made with the optimizer, goes to where it rests."""
-        state, masters = self._states.get(self.span.flat, {}), self._group.masters
+        state, group = self._states.get(self.span.flat, {}), self._group
         for key, value in state.items():
             if _is_vector(value):
                 # An optimizer makes state for parameters in bfloat16, and steps float32.
-                given = value.float() if masters is not None and value.dtype is self._group.dtype else value
-                if given is not value or not self._is_in_place(value):
-                    state[key] = self._empty(key, given).copy_(given)
+                is_narrow = group.masters is not None and value.dtype is group.dtype
+                state[key] = self._rest.placed(value, torch.float32 if is_narrow else None)
         # Parts of a span are stepped one after another, each with its own count of steps.
-        self._before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
-        self._staged.clear()
-        self._to_write.clear()
+        self.before = {key: value if _is_vector(value) else copy_of(value) for key, value in state.items()}
 
-    def read(self, start: int, stop: int) -> None:
-        """Begin to read the state of a part of the span."""
-        pinned = self._group.place.pinned and self._group.shard_buffer.device.type != "cpu"
-        for key, value in self._before.items():
-            if self._disk is not None and _is_vector(value):
-                self._staged[start, key] = self._disk.read(value, start, stop, pinned)
+    def part(self, key: str, dtype: torch.dtype, start: int, stop: int) -> PassingPart:
+        """Returns the part of a vector of state; the vector is made if there is none."""
+        kept = self._states[self.span.flat]
+        if key not in kept:
+            kept[key] = self._rest.empty(self.span.flat.shape, dtype)
+        return PassingPart(self._rest, kept[key], start, stop)
 
-    def near(self, start: int, stop: int) -> State:
-        """Returns the state of a part of the span where the step is."""
-        return {key: self._near(start, stop, key, value) for key, value in self._before.items()}
-
-    def _near(self, start: int, stop: int, key: str, value: Any) -> Any:
-        if not _is_vector(value):
-            return copy_of(value)
-        staged = self._staged.get((start, key))
-        return _near(value[start:stop] if staged is None else staged.wait(), self._group.shard_buffer.device)
-
-    def put(self, start: int, state: State) -> None:
-        """Keep the `state` that a step has left of the part from `start` on."""
-        kept = self._states[self.span.flat] if state else {}
-        for key, value in state.items():
-            own = kept.get(key)
-            if not _is_vector(value):
-                if isinstance(own, torch.Tensor):
-                    own.copy_(value)
-                else:
-                    kept[key] = value
-                continue
-            if own is None:
-                own = kept[key] = self._empty(key, value)
-            if self._disk is None:
-                part = own[start : start + len(value)]
-            elif (start, key) in self._staged:
-                part = self._to_write[start, key] = self._staged.pop((start, key)).buffer
-            else:
-                part = self._to_write[start, key] = torch.empty_like(value, device="cpu")
-            if part.data_ptr() != value.data_ptr():
-                part.copy_(value, non_blocking=True)
-
-    def write(self, start: int) -> None:
-        """Begin to write what the step has left of the part from `start` on."""
-        for key in [key for at, key in self._to_write if at == start]:
-            assert self._disk is not None
-            self._disk.write(self._states[self.span.flat][key], start, self._to_write.pop((start, key)))
-
-    def _is_in_place(self, value: torch.Tensor) -> bool:
-        place = self._group.place
-        if self._disk is not None:
-            return self._disk.has(value)
-        if not place.brings_state:
-            return value.device == self._group.shard_buffer.device
-        return value.device.type == "cpu" and (value.is_pinned() or not place.pinned)
-
-    def _empty(self, key: str, like: torch.Tensor) -> torch.Tensor:
-        numel, dtype = self.span.flat.numel(), like.dtype
-        if self._disk is not None:
-            return self._disk.empty(f"{key} of {self._group.name}", numel, dtype)
-        return self._group.place.belonging(self._group.place.state, self._group.shard_buffer, numel, dtype)
-
-
-class MastersOnDisk:
-    """The low bits and carries of one group in scratch files, for one range of the shard buffer at a time."""
-
-    def __init__(self, group: Group, disk: Disk) -> None:
-        assert group.masters is not None
-        self._masters, self._disk, self._name = group.masters, vectors_on(disk), group.name
-
-    def begin(self) -> None:
-        """Put them there before the first step. Raises ScratchError."""
-        masters = self._masters
-        if not self._disk.has(masters.low):
-            own = [(each.numel(), each.dtype) for each in (masters.low, masters.carries)]
-            low, carries = (self._disk.empty(f"masters of {self._name}", *each) for each in own)
-            masters.rest_in(low, carries)
-
-    def _places(self, extent: Extent) -> list[tuple[torch.Tensor, int, int]]:
-        low, carries = self._masters.low, self._masters.carries
-        return [(low, extent.start, extent.stop), (carries, extent.start // 8, -(-extent.stop // 8))]
-
-    def read(self, extent: Extent, pinned: bool) -> list[Staged]:
-        return [self._disk.read(vector, start, stop, pinned) for vector, start, stop in self._places(extent)]
-
-    def write(self, extent: Extent, staged: Sequence[Staged]) -> None:
-        for (vector, start, _), each in zip(self._places(extent), staged, strict=True):
-            self._disk.write(vector, start, each.buffer)
+    def put(self, key: str, value: Any) -> None:
+        """Keep a number that a step has left of a part."""
+        kept = self._states[self.span.flat]
+        if isinstance(kept.get(key), torch.Tensor):
+            kept[key].copy_(value)
+        else:
+            kept[key] = value
 
 
 class RangeChunk(Chunk):
@@ -310,95 +322,72 @@ class RangeChunk(Chunk):
         extent: the range; it begins at a multiple of 8.
         spans: all spans of the group.
         num_lists: the number of the optimizer's parameter groups.
-        on_disk: the group's masters, if they are on a disk.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        extent: Extent,
-        spans: Sequence[SpanState],
-        num_lists: int,
-        on_disk: MastersOnDisk | None,
-    ) -> None:
-        self._group, self._extent, self._num_lists, self._on_disk = group, extent, num_lists, on_disk
-        self._device = group.shard_buffer.device
-        self._parts: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
+    def __init__(self, group: Group, extent: Extent, spans: Sequence[SpanState], num_lists: int) -> None:
+        super().__init__([(group, extent)])
+        self._group, self._extent, self._num_lists = group, extent, num_lists
+        self._ranges: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
         self._shift: list[int] = []  # where it begins in the range
+        self._parts: list[dict[str, PassingPart]] = []
         for each in spans:
             begin = int(each.span.flat.storage_offset() - each.span.buffer.storage_offset())
             start, stop = max(begin, extent.start), min(begin + each.span.flat.numel(), extent.stop)
             if start < stop:
-                self._parts.append((each, start - begin, stop - begin))
+                self._ranges.append((each, start - begin, stop - begin))
                 self._shift.append(start - extent.start)
-        self._states: list[State] = []
-        self._brought: list[State] = []
-        self._staged: list[Staged] = []
-        self._masters: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._ranges)
 
     def begin(self) -> None:
-        for each, start, _ in self._parts:
+        super().begin()
+        for each, start, _ in self._ranges:
             if start == 0:
                 each.begin()
-        if self._on_disk is not None:
-            self._on_disk.begin()
+        self._parts = [
+            {key: each.part(key, value.dtype, *ends) for key, value in each.before.items() if _is_vector(value)}
+            for each, *ends in self._ranges
+        ]
+        self._passing += [part for of_span in self._parts for part in of_span.values()]
 
-    def read(self) -> None:
-        for each, start, stop in self._parts:
-            each.read(start, stop)
-        if self._on_disk is not None:
-            self._staged = self._on_disk.read(self._extent, self._group.place.pinned and self._device.type != "cpu")
+    def _fetched(self) -> list[State]:
+        return [
+            {key: parts[key].near if key in parts else copy_of(value) for key, value in each.before.items()}
+            for (each, _, _), parts in zip(self._ranges, self._parts, strict=True)
+        ]
 
-    def fetch(self, async_op: bool) -> None:
-        self._states = [each.near(start, stop) for each, start, stop in self._parts]
-        self._brought = [dict(state) for state in self._states]
-        if self._group.masters is not None:
-            low, carries = [each.wait() for each in self._staged] or self._group.masters.at(self._extent)
-            self._masters = _near(low, self._device), _near(carries, self._device)
+    def drop(self, gone: Handoff) -> None:
+        super().drop(gone)
+        self._parts = []
 
     def step(self, run: Run) -> None:
+        masters = self._masters[0] if self._masters else None
         weights = self._group.shard_buffer[self._extent.start : self._extent.stop]
-        masters, values = self._group.masters, weights
-        if masters is not None and self._masters is not None:
-            values = masters.joined(self._extent, *self._masters)
+        values = weights if masters is None else masters.joined()
         lists: list[list[torch.Tensor]] = [[] for _ in range(self._num_lists)]
         lent: States = defaultdict(dict)
-        for (each, start, stop), shift, state in zip(self._parts, self._shift, self._states, strict=True):
+        for (each, start, stop), shift, state in zip(self._ranges, self._shift, self._states, strict=True):
             part = nn.Parameter(values[shift : shift + stop - start].detach())
             assert each.span.flat.grad is not None, "only shards with a gradient are in a span"
             part.grad = each.span.flat.grad[start:stop]
             lists[each.span.group_index].append(part)
             lent[part] = state
         run(lists, lent)
-        if masters is not None and self._masters is not None:
-            masters.split_into(self._extent, values, *self._masters)
+        if masters is not None:
+            masters.split(values)
 
     def store(self, async_op: bool) -> None:
-        for (each, start, _), state in zip(self._parts, self._states, strict=True):
-            each.put(start, state)
-        if self._group.masters is not None and self._masters is not None:
-            rests = [each.buffer for each in self._staged] or self._group.masters.at(self._extent)
-            for kept, near in zip(rests, self._masters, strict=True):
-                if kept.device != near.device:
-                    kept.copy_(near, non_blocking=True)
-
-    def write(self, gone: Handoff) -> None:
-        if self._on_disk is not None or isinstance(self._group.place.state, Disk):
-            gone.wait_on_host()
-        for each, start, _ in self._parts:
-            each.write(start)
-        if self._on_disk is not None:
-            self._on_disk.write(self._extent, self._staged)
-
-    def drop(self, gone: Handoff) -> None:
-        for now, brought in zip(self._states, self._brought, strict=True):
-            if any(_is_vector(value) and value is not brought.get(key) for key, value in now.items()):
-                gone.wait()  # the step has made it, so it is compute's memory
-                break
-        self._states, self._brought, self._staged, self._masters = [], [], [], None
+        super().store(async_op)
+        for (each, *ends), state, parts in zip(self._ranges, self._states, self._parts, strict=True):
+            for key, value in state.items():
+                if not _is_vector(value):
+                    each.put(key, value)
+                    continue
+                if key not in parts:
+                    parts[key] = each.part(key, value.dtype, *ends)
+                    self._passing.append(parts[key])
+                parts[key].store(value)
 
 
 def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[SteppedSpan]]]) -> list[Chunk]:
@@ -412,9 +401,7 @@ def chunks_of(local: LocalStep, by_group: Sequence[tuple[Group, Sequence[Stepped
         states = [SpanState(span, group, local.state) for span in spans if group.is_brought and span.flat.numel()]
         starts = range(0, group.shard_numel, CHUNK_NUMEL) if states else ()
         extents = [Extent(start, min(CHUNK_NUMEL, group.shard_numel - start)) for start in starts]
-        place = group.place.masters
-        on_disk = MastersOnDisk(group, place) if states and group.masters and isinstance(place, Disk) else None
-        of_group = [RangeChunk(group, extent, states, len(local.parts), on_disk) for extent in extents]
+        of_group = [RangeChunk(group, extent, states, len(local.parts)) for extent in extents]
         chunks += [each for each in of_group if each]
         in_ranges.update(id(each.span.flat) for each in states)
     rest = [[each for each in own if id(each) not in in_ranges] for own in local.parts]
@@ -430,55 +417,48 @@ class Shards(Chunk):
     Args:
         lists: what the optimizer steps.
         resting: the optimizer's state.
-        groups: the groups of which something comes; none if all is where the step is.
+        groups: those with masters, or some of them.
     """
 
     def __init__(self, lists: Lists, resting: States, groups: Sequence[Group] = ()) -> None:
-        self._lists, self._resting, self._groups = lists, resting, groups
+        super().__init__([(group, Extent(0, group.shard_numel)) for group in groups])
+        self._lists, self._resting = lists, resting
         self._stepped = [each for own in lists for each in own]
-        stepped = [(each.parameter, group) for group in groups for each in group.optimizer_params]
-        stepped += [(each.shard, group) for group in groups for each in group.parameters]  # of a flat parameter
-        self._group_of = {id(each): group for each, group in stepped}
         self._state: dict[Any, State] = defaultdict(dict)
-        self._brought: dict[int, Any] = {}
-        self._masters: list[tuple[Group, torch.Tensor, torch.Tensor]] = []
         self._swapped = ExitStack()
 
-    def begin(self) -> None:
-        for group in self._groups:
-            if group.masters is not None and isinstance(group.place.masters, Disk):
-                MastersOnDisk(group, group.place.masters).begin()
-
-    def fetch(self, async_op: bool) -> None:
+    def _fetched(self) -> list[State]:
         self._state |= of_no_parameter(self._resting)
         for each in self._stepped:
             if each in self._resting:
                 # Also that of a span without elements, which may be a part of state that rests elsewhere.
-                device = local_part(each).device
-                state = self._state[each] = {key: _near(value, device) for key, value in self._resting[each].items()}
-                self._brought |= {id(value): value for value in state.values()}
-        for group in self._groups:
-            if group.masters is not None:
-                device, masters = group.shard_buffer.device, group.masters
-                self._masters.append((group, _near(masters.low, device), _near(masters.carries, device)))
+                near = Rest(None, local_part(each).device, False)
+                self._state[each] = {
+                    key: near.placed(value, async_op=True) if _is_vector(value) else value
+                    for key, value in self._resting[each].items()
+                }
+        return self._of_stepped()
+
+    def _of_stepped(self) -> list[State]:
+        return [self._state[each] for each in self._stepped if each in self._state]
 
     def step(self, run: Run) -> None:
         with self._swapped:
             self._swap()
             run(self._lists, self._state)
+        self._states = self._of_stepped()
 
     def _swap(self) -> None:
-        for group, low, carries in self._masters:
-            self._swapped.enter_context(_stepped_as_masters(group, low, carries))
+        for each in self._masters:
+            self._swapped.enter_context(_stepped_as_masters(each))
 
     def around_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
         """Returns `closure`, inside of which the shards are shards: it computes a loss and new gradients."""
 
         def with_shards() -> object:
             self._swapped.close()
-            for group, _, _ in self._masters:
-                assert group.masters is not None
-                group.masters.note_step()
+            for each in self._masters:
+                each.masters.note_step()
             loss = closure()
             self._swap()
             return loss
@@ -486,38 +466,30 @@ class Shards(Chunk):
         return with_shards
 
     def store(self, async_op: bool) -> None:
-        for each in self._stepped:
-            if self._state.get(each):
-                kept, group = self._resting.setdefault(each, {}), self._group_of.get(id(each))
-                now = self._state[each]
-                if group is not None and group.place.brings_state:
-                    now = {key: _far(value, kept.get(key), group) for key, value in now.items()}
-                # The same dict, to which a step that is undone brings back what it has.
-                kept.clear()
-                kept.update(now)
+        super().store(async_op)
+        for each in (each for each in self._stepped if self._state.get(each)):
+            rest, kept = rest_of(each), self._resting.setdefault(each, {})
+            now = {
+                key: rest.placed(value, None, kept.get(key), async_op=True) if _is_vector(value) else value
+                for key, value in self._state[each].items()
+            }
+            # The same dict, to which a step that is undone brings back what it has.
+            kept.clear()
+            kept.update(now)
         self._resting.update(of_no_parameter(self._state))
-        for group, low, carries in self._masters:
-            assert group.masters is not None
-            for near, far in ((low, group.masters.low), (carries, group.masters.carries)):
-                if near is not far:
-                    far.copy_(near, non_blocking=True)
 
     def drop(self, gone: Handoff) -> None:
-        made = (value for each in self._stepped for value in self._state.get(each, {}).values())
-        if any(id(value) not in self._brought for value in made):
-            gone.wait()  # the step has made it, so it is compute's memory
-        self._state, self._masters, self._brought = defaultdict(dict), [], {}
+        super().drop(gone)
+        self._state = defaultdict(dict)
 
 
 @contextmanager
-def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) -> Iterator[None]:
-    """Within this context the shards of `group`, the same objects, are its masters in float32."""
-    assert group.masters is not None
-    all_of_it = Extent(0, group.shard_numel)
-    values = group.masters.joined(all_of_it, low, carries)
+def _stepped_as_masters(masters: MastersPart) -> Iterator[None]:
+    """Within this context the shards of a group, the same objects, are its masters in float32."""
+    values = masters.joined()
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []
     try:
-        for each, extent in group.stepped():
+        for each, extent in masters.group.stepped():
             shard: Any = each
             part = own_view(values[extent.start : extent.stop]).view(local_part(shard).shape)
             other = as_dtensor(part, in_dtype(spec_of(shard), torch.float32))
@@ -527,7 +499,7 @@ def _stepped_as_masters(group: Group, low: torch.Tensor, carries: torch.Tensor) 
             shard.grad = None if gradient is None else gradient.to(torch.float32)
             swapped.append((shard, other, local))
         yield
-        group.masters.split_into(all_of_it, values, low, carries)
+        masters.split(values)
     finally:
         for shard, other, local in swapped:
             is_dropped = shard.grad is None

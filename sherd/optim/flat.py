@@ -28,12 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import hooked_step
-from sherd.comm.streams import Handoff
 from sherd.engine import Group, ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.tensor.local_step import LocalStep, SteppedSpan, fits, is_elementwise, params_replaced
-from sherd.tensor.optimizers import is_elementwise_class
+from sherd.tensor.optimizers import adopt_state, is_elementwise_class
 from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import State, copy_of
 
@@ -113,15 +112,19 @@ class FlatStep(_Optimizer):
     """The base class that `flatten_optimizer` puts in front of an optimizer's class."""
 
     _sherd_kind: type[Optimizer]
+    _sherd_around: Callable[..., object] | None = None
 
     # No `__init__` makes it: an optimizer gets this class when it exists already.
     @functools.cached_property
     def _sherd_stepper(self) -> Stepper:
         return Stepper(self._sherd_kind)
 
+    def _sherd_step_inside(self, around: Callable[..., object] | None) -> None:
+        """Let each step be `around(step, *args)` from now on."""
+        self._sherd_around = around
+
     def state_dict(self) -> dict[str, object]:
         """Returns the optimizer's own state dict, where each shard has its own count of steps."""
-        self._sherd_stepper.wait_for_copies()
         return with_own_counts(super().state_dict())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -142,7 +145,8 @@ def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
-    return step_spans(self._sherd_stepper, self, closure)
+    step, given = partial(step_spans, self._sherd_stepper, self), () if closure is None else (closure,)
+    return step(*given) if self._sherd_around is None else self._sherd_around(step, *given)
 
 
 def step_spans(stepper: Stepper, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
@@ -156,16 +160,19 @@ def step_spans(stepper: Stepper, optimizer: Optimizer, closure: Callable[[], obj
 
 
 class Stepper:
-    """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle."""
+    """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle.
 
-    def __init__(self, cls: type[Optimizer]) -> None:
+    Without `in_spans` shards are stepped one by one, but for those of which something comes for the step.
+    """
+
+    def __init__(self, cls: type[Optimizer], in_spans: bool = True) -> None:
+        self._in_spans = in_spans
         self._plain_step: Callable[[Optimizer], object] = cls.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
         self._knows_forms = is_elementwise_class(cls)
         self._local: LocalStep | None = None
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
         self._brought: list[Group] = []
         self._chunks: list[Chunk] = []
-        self._last_copy: Handoff | None = None
         self._idle: list[nn.Parameter] = []
         self._alone: list[list[nn.Parameter]] = []
 
@@ -176,6 +183,11 @@ class Stepper:
 
     def step(self, optimizer: Optimizer, in_chunks: bool = True) -> None:
         """Step the spans; `in_chunks`, if state rests elsewhere: else it was brought already."""
+        self.ready(optimizer)
+        self.compute(optimizer, in_chunks)
+
+    def ready(self, optimizer: Optimizer) -> bool:
+        """Take the gradients, and make spans where they differ. Returns False if shards must be stepped themselves."""
         local = self._local
         if not (
             local is not None
@@ -186,18 +198,22 @@ class Stepper:
             and all(shard.grad is None for shard in self._idle)
         ):
             local = self._local = self._made(optimizer)
-            taken = local.take_gradients()
-            assert taken, "only shards with a gradient are in a span"
-        num_states = len(optimizer.state)
+            if not local.take_gradients():
+                assert not self._in_spans, "only shards with a gradient are in a span"
+                return False
+        return not any(self._alone)
+
+    def compute(self, optimizer: Optimizer, in_chunks: bool = True) -> None:
+        """Step what is ready."""
+        local, num_states = self._local, len(optimizer.state)
+        assert local is not None, "it is ready"
         with local.lent_to(optimizer):
             if in_chunks and self._brought:
                 from sherd.optim.chunks import step_chunks  # seldom needed, so loaded late: tests/test_storeys.py
 
                 run, is_first = partial(self._step_lists, optimizer), not num_states
                 moments = watcher.num_moments(optimizer) if is_first else 0
-                self._last_copy = step_chunks(self._chunks, self._brought, run, moments)
-                for group in self._brought:
-                    group.arrive_by(self._last_copy)
+                step_chunks(optimizer, self._chunks, self._brought, run, moments)
             else:
                 with self._forms(optimizer, local.parts):
                     self._plain_step(optimizer)
@@ -211,11 +227,6 @@ class Stepper:
     def _step_lists(self, optimizer: Optimizer, lists: Lists, state: States) -> None:
         with self._forms(optimizer, lists), params_replaced(optimizer, lists, state):
             self._plain_step(optimizer)
-
-    def wait_for_copies(self) -> None:
-        """Block the caller until state that goes back to where it rests has arrived."""
-        if self._last_copy is not None:
-            self._last_copy.wait_on_host()
 
     @contextmanager
     def _forms(self, optimizer: Optimizer, stepped: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
@@ -235,6 +246,8 @@ class Stepper:
 
     def _made(self, optimizer: Optimizer) -> LocalStep:
         """Returns a local step whose spans are neighbours of one group with gradients and the same count of steps."""
+        if not self._in_spans:
+            adopt_state(optimizer)
         state_of, lists = optimizer.state, [group["params"] for group in optimizer.param_groups]
         # Parts of present and earlier spans, without states that were loaded since.
         current = set(map(id, state_of.values()))
@@ -249,11 +262,13 @@ class Stepper:
             (group, [_span_of(group, members, index_of) for members in _neighbours(group, index_of, state_of)])
             for _, groups in self._buffers
             for group in groups
+            if self._in_spans or group.is_brought
         ]
         spans = [span for _, of_group in by_group for span in of_group]
         in_spans = {id(shard) for span in spans for shard in span.shards}
         others: list[list[Any]] = [
-            [each for each in own if isinstance(each, DTensor) and id(each) not in in_spans] for own in lists
+            [each for each in own if self._in_spans and isinstance(each, DTensor) and id(each) not in in_spans]
+            for own in lists
         ]
         self._idle = [shard for own in others for shard in own if shard.grad is None]
         self._alone = [[shard for shard in own if shard.grad is not None] for own in others]

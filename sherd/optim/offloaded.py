@@ -12,7 +12,6 @@ from functools import partial
 
 from torch.optim import LBFGS, Optimizer
 
-from sherd.comm.streams import Handoff
 from sherd.engine import Group
 from sherd.errors import OptimizerError
 from sherd.optim.chunks import Lists, Shards, States, step_chunks
@@ -23,16 +22,8 @@ from sherd.tensor.optimizers import is_elementwise_class
 Step = Callable[..., object]
 
 _steppers: weakref.WeakKeyDictionary[Optimizer, Stepper] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakKeyDictionary[Optimizer, Handoff] = weakref.WeakKeyDictionary()
-"""The last copy of each other optimizer's state to where it rests."""
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Those that have all of their state, and the masters, where they step."""
-
-
-def _wait_for_copies(optimizer: Optimizer) -> None:
-    if optimizer in _copies:
-        _copies[optimizer].wait_on_host()
 
 
 def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Step:
@@ -45,8 +36,7 @@ def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Ste
         return step
     if is_elementwise_class(type(optimizer)):
         if optimizer not in _steppers:
-            stepper = _steppers[optimizer] = Stepper(type(optimizer))
-            optimizer.register_state_dict_pre_hook(lambda _: stepper.wait_for_copies())
+            _steppers[optimizer] = Stepper(type(optimizer))
             optimizer.register_state_dict_post_hook(lambda _, state_dict: with_own_counts(state_dict))
         return partial(step_spans, _steppers[optimizer], optimizer)
     if isinstance(optimizer, LBFGS) and (masters := [group.name for group in groups if group.masters is not None]):
@@ -54,9 +44,6 @@ def step_in_chunks(optimizer: Optimizer, groups: list[Group], step: Step) -> Ste
             f"LBFGS joins all parameters in one line, and {masters[0]} has masters in parts: leave masters out, or "
             "keep the parameters in float32"
         )
-    if optimizer not in _known:
-        _known.add(optimizer)
-        optimizer.register_state_dict_pre_hook(_wait_for_copies)
     return partial(_step_shards, optimizer, groups, step)
 
 
@@ -76,9 +63,5 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
         finally:
             _stepping.remove(optimizer)
 
-    last = step_chunks([chunk], groups, run)
-    assert last is not None, "there is a chunk"
-    _copies[optimizer] = last
-    for group in groups:
-        group.arrive_by(last)
+    step_chunks(optimizer, [chunk], groups, run)
     return results[0]

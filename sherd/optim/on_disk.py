@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,19 +16,6 @@ from sherd.tensor.ragged import memory_of
 
 DEPTH = 8
 """Requests under way at a time: AdamW's for one chunk that comes and one that goes, twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A part of a vector on its way to `buffer`, in host memory."""
-
-    buffer: torch.Tensor
-    request: Request
-
-    def wait(self) -> torch.Tensor:
-        """Returns the buffer once it is filled. Raises ScratchError."""
-        self.request.wait()
-        return self.buffer
 
 
 class DiskVectors:
@@ -70,16 +56,17 @@ class DiskVectors:
     def _place_of(self, vector: torch.Tensor) -> tuple[ScratchFile, int] | None:
         """Returns the file that has the vector, and the byte where it begins."""
         begin = vector.data_ptr()
+        if begin in self._files:
+            return self._files[begin], 0
         for address, file in list(self._files.items()):
-            if address <= begin < address + file.nbytes:
+            if address < begin < address + file.nbytes:
                 return file, begin - address
         return None
 
-    def read(self, vector: torch.Tensor, start: int, stop: int, pinned: bool) -> Staged:
-        """Begin to read the elements from `start` to `stop` of a vector of this object."""
+    def read(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> Request:
+        """Begin to fill `buffer`, in host memory, with the elements from `start` on of a vector of this object."""
         file, at = self._place_of(vector) or _missing()
-        buffer = torch.empty(stop - start, dtype=vector.dtype, pin_memory=pinned)
-        return Staged(buffer, file.read_into(memory_of(buffer), at + start * vector.itemsize))
+        return file.read_into(memory_of(buffer), at + start * vector.itemsize)
 
     def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
         """Begin to write `buffer`, in host memory, to the elements from `start` on. Raises errors of earlier writes."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import attributes_of, give_attributes, gradients_of, local_gradients, local_tensor, spec_of
+from sherd.comm.streams import wait_for_steps
 from sherd.layout.extent import Extent
 from sherd.tensor.operands import common_owner
 from sherd.tensor.placement import Layout, layout_of
@@ -131,6 +132,8 @@ class LocalStep:
     def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
         """Let `optimizer` have the parts in the place of its own, and afterwards its own with what is new in these."""
         self._lent_lists = [group["params"] for group in optimizer.param_groups]
+        for span in self.spans:
+            span.clear_padding()
         try:
             with params_replaced(optimizer, self.parts, self.state):
                 yield
@@ -285,13 +288,16 @@ class SteppedSpan:
         if gradient is None:
             if not all(map(fits, self.shards, gradients_of(self.shards))):
                 return False
+            wait_for_steps()  # it may be on its way to host memory
             gradient = self._span.vector(parts, self.flat.dtype)
-        elif self.padding is not None:
-            # The reduction leaves any values in the padding, which an optimizer's sum over the buffer would include:
-            # test_what_lies_between_gradients_stays_there.
-            gradient.index_fill_(0, self.padding, 0)
         self.flat.grad = gradient
         return True
+
+    def clear_padding(self) -> None:
+        """Make the gradient zero where the reduction leaves any values, for an optimizer's sum over the buffer."""
+        # test_what_lies_between_gradients_stays_there
+        if self.padding is not None and self.flat.grad is not None:
+            self.flat.grad.index_fill_(0, self.padding, 0)
 
     def joined_state(self, state_of: Mapping[torch.Tensor, State], views: Mapping[int, Views]) -> State:
         """Returns the span's state, made of the shards' states, uncopied if these share one buffer.

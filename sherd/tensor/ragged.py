@@ -28,6 +28,7 @@ from sherd._torch import (
     register_foreach_type,
     spec_of,
 )
+from sherd.comm.streams import under_way, wait_for_steps
 from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.boxes import Box, boxes_of_run, whole
 from sherd.layout.extent import Extent
@@ -58,6 +59,8 @@ class RaggedDTensor(OwnDTensor):
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Answer an operation, or raise `PlacementError` for one that has no answer."""
+        if under_way:
+            wait_for_steps()
         return RAGGED.operation_for(func)(func, args, kwargs or {})
 
     @property
@@ -84,6 +87,7 @@ class RaggedDTensor(OwnDTensor):
         """
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise PlacementError(f"to_local(grad_placements={grad_placements}): gradients have the tensor's layout")
+        wait_for_steps()
         if not torch.is_grad_enabled():
             return local_tensor(self)
         local: torch.Tensor = _Read.apply(self, *_AS_RUN)  # type: ignore[no-untyped-call]  # of torch
@@ -102,6 +106,7 @@ class RaggedDTensor(OwnDTensor):
                 f"full_tensor(grad_placements={grad_placements}) of a ragged tensor: only Replicate() is known; "
                 "reduce the gradient before it comes back"
             )
+        wait_for_steps()
         full: torch.Tensor = _Read.apply(self, *_AS_FULL)  # type: ignore[no-untyped-call]  # of torch
         return full
 
@@ -125,6 +130,7 @@ class RaggedDTensor(OwnDTensor):
         Raises:
             PlacementError: another mesh, a ragged placement (for `redistribute_to`), or a wrong number of placements.
         """
+        wait_for_steps()
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
         if all(each.is_replicate() for each in wanted[mesh.ndim :]):

@@ -39,7 +39,7 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.comm.failures import announced
-from sherd.comm.streams import wait_for_copies_to
+from sherd.comm.streams import under_way, wait_for_copies_to, wait_for_steps
 from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
@@ -149,6 +149,8 @@ class ShardedDTensor(OwnDTensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        if under_way:
+            wait_for_steps()
         return SHARDED.operation_for(func)(func, args, kwargs or {})
 
     def around(self, local: torch.Tensor) -> ShardedDTensor:
@@ -169,12 +171,19 @@ class ShardedDTensor(OwnDTensor):
             spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
             return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
 
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As torch's."""
+        wait_for_steps()
+        local: torch.Tensor = super().to_local(grad_placements=grad_placements)
+        return local
+
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """As torch's; all ranks must call it."""
         with self._announced(None):
             return super().full_tensor(**options)
 
     def _announced(self, placements: Sequence[Placement] | None) -> AbstractContextManager[None]:
+        wait_for_steps()
         axes = [axis for axis, each in enumerate(self.placements) if not each.is_replicate()]
         if not axes or tuple(placements or ()) == self.placements:
             return nullcontext()

@@ -81,6 +81,7 @@ class UnshardedCopies:
                     f"has lent unit {unit.name} without {' and '.join(missing)}; ask for that in the outer context"
                 )
             return True
+        unit.await_update()
         runtime = Runtime.over(unit)
         try:
             if runtime is not None:

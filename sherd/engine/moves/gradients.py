@@ -255,6 +255,12 @@ class _HostCopy:
     mean: _Sum
     source: torch.Tensor | None = None
 
+    def wait(self) -> None:
+        self.handoff.wait()
+
+    def wait_on_host(self) -> None:
+        self.handoff.wait_on_host()
+
 
 class Rows:
     """The rows of one group. At most one buffer is filled at a time; others are on their way, or wait without memory.
@@ -754,13 +760,21 @@ class Gradients:
             with_gradient = self._shards.anywhere(reduced, with_gradient)
         self._shards.give(reduced, with_gradient)
 
-    def land(self) -> None:
-        """Wait for copies to host memory, and add them to the shards' gradients, which optimizers read on the host."""
+    def land(self, ahead: bool = False) -> list[Handoff]:
+        """Wait for copies to host memory, and add them to the shards' gradients, which optimizers read on the host.
+
+        Returns the copies that were not waited for: with `ahead` those that nothing reads here.
+        """
+        arriving: list[Handoff] = []
         while self._host_copies:
             host_copy = self._host_copies.pop(0)
-            host_copy.handoff.wait_on_host()
-            stored = host_copy.mean.summed
-            self._shards.give(stored, self._shards.anywhere(stored, host_copy.mean.with_gradient))
+            stored, with_gradient = host_copy.mean.summed, host_copy.mean.with_gradient
+            if ahead and self._shards.take_unread(with_gradient):
+                arriving.append(host_copy)
+            else:
+                host_copy.wait_on_host()
+            self._shards.give(stored, self._shards.anywhere(stored, with_gradient))
+        return arriving
 
     # Giving up
 

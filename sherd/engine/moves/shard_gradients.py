@@ -117,6 +117,15 @@ class ShardGradients:
         values = flags.tolist()
         return local.union(index for index in missing if values[index] != 0)
 
+    def take_unread(self, with_gradient: frozenset[int]) -> bool:
+        """Returns whether `give` reads no value of gradients of these parameters."""
+        parameters = [each.parameter for each in self._group.gradients]
+        has_all = len(with_gradient) == len(self._group.parameters) and not any(
+            each.gaps for each in self._group.gradients
+        )
+        are_first = all(each.grad is None for each in parameters)
+        return has_all and are_first and not any(chain.from_iterable(map(hooks_on_gradient, parameters)))
+
     def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
         """Add `reduced`, laid out as `gradient_packing` says, to the `.grad` of the parameters `with_gradient`.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from sherd._torch import in_backward, say_fully_sharded, write_into
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams
+from sherd.comm.streams import Streams, under_way, wait_for_steps
 from sherd.engine.run.backward import if_alive
 from sherd.engine.run.unit_groups import UnitGroups
 from sherd.engine.state.fetching import RestingPlace
@@ -336,6 +336,7 @@ class Unit(UnitGroups):
                 f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the full "
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
+        self.await_update()
         self.shards.settle()
         self.shards.settle_masters()
 
@@ -353,6 +354,8 @@ class Unit(UnitGroups):
             StateError: the unit is in the middle of a forward or backward, which needs unsharded parameters.
             WriteBackError: the user gave shards other memory, and its values are lost.
         """
+        if under_way:
+            wait_for_steps()
         self.notice_moved()
         runtime: UnitRuntime | None = self.sealed_into()
         if runtime is None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Streams
+from sherd.comm.streams import Handoff, Streams, under_way
 from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
@@ -53,6 +53,8 @@ class UnitGroups(ABC):
         gathers: some parameters are sharded over several ranks.
         keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
         is_on_all_ranks: each rank of the mesh holds elements of the unit.
+        arriving: the copies to host memory of gradients that shards have already.
+        updating: the step of the shards that a thread makes; None once it was waited for.
     """
 
     name: str
@@ -84,6 +86,8 @@ class UnitGroups(ABC):
         self.compared = Compared()
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
+        self.arriving: list[Handoff] = []
+        self.updating: Handoff | None = None
 
     @property
     @abstractmethod
@@ -108,6 +112,7 @@ class UnitGroups(ABC):
 
     def regroup(self) -> None:
         """Put the parameters into groups, and the shards of each group into one buffer."""
+        self.await_update()
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         self.compared.changed()
@@ -214,6 +219,8 @@ class UnitGroups(ABC):
 
     def gather(self, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
         """Start the all-gathers of all groups but the numbers `but`, by default in the unit's present precision."""
+        if self.updating is not None:
+            self.await_update()
         user = self.policy.all_gather
         for number, weights in enumerate(self.weights):
             if number in but or weights.live is Live.UNSHARDED:
@@ -289,8 +296,6 @@ class UnitGroups(ABC):
         for gradients in self.gradients:
             gradients.finish_reduce(self.policy)
         if self.policy.when_reduced is not None:
-            # An optimizer may step in the call, and no stream orders it after copies to host memory.
-            self.land_gradients()
             self.policy.when_reduced()
 
     def discard(self) -> None:
@@ -300,10 +305,28 @@ class UnitGroups(ABC):
         for gradients in self.gradients:
             gradients.discard()
 
-    def land_gradients(self) -> None:
-        """Wait for gradients on their way to host memory, where no stream orders the optimizer that reads them."""
-        for gradients in self.gradients:
-            gradients.land()
+    def land_gradients(self, ahead: bool = False) -> None:
+        """Wait for gradients on their way to host memory, where no stream orders the optimizer that reads them.
+
+        `ahead`: give them to the shards at once, where nothing reads them yet; whoever steps waits for `arriving`.
+        """
+        self.arriving = [copy for gradients in self.gradients for copy in gradients.land(ahead)]
+        under_way.update((id(each), each) for each in self.arriving)
+
+    def update_by(self, step: Handoff) -> None:
+        """Note the step of the shards that a thread is to make once the gradients that are `arriving` have come."""
+        for each in self.arriving:
+            under_way.pop(id(each), None)
+        self.updating = under_way[id(step)] = step
+
+    def await_update(self) -> None:
+        """Block the caller until a thread has made its step of the shards, if there is one. Raises its error."""
+        updating, self.updating = self.updating, None
+        if updating is not None:
+            try:
+                updating.wait_on_host()
+            finally:
+                under_way.pop(id(updating), None)
 
     @property
     def reduce_buffers(self) -> int:

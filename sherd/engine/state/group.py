@@ -35,7 +35,7 @@ from sherd._torch import (
     swap_devices,
 )
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Handoff, Streams
+from sherd.comm.streams import Handoff, Streams, wait_for_steps
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
@@ -275,6 +275,7 @@ class ShardMemory:
             if given is local or type(given) is not torch.Tensor or type(local) is not torch.Tensor or local.is_meta:
                 continue
             if (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
+                wait_for_steps()
                 local.copy_(given)
                 rest_on(as_sharded(optimizer_param), local)
                 record.keep_grad_dtype()

@@ -112,9 +112,10 @@ class Masters:
         finally:
             self.form.untyped_storage().resize_(0)
 
-    def rest_in(self, low: torch.Tensor, carries: torch.Tensor) -> None:
-        """Keep low bits and carries in these vectors from now on."""
+    def rest_in(self, low: torch.Tensor, carries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep low bits and carries in these vectors from now on. Returns them."""
         self.low, self.carries = low.copy_(self.low), carries.copy_(self.carries)
+        return self.low, self.carries
 
     def at(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the low bits and the carries of the elements `extent`, which begins at a multiple of 8."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from sherd import __version__
 from sherd._torch import NEWEST_TORCH, OLDEST_TORCH, minor_of_torch
 from sherd.comm.accelerator import accelerator, backend
+from sherd.comm.cores import node_of, own_cores, threads_of_steps
 from sherd.tools.doctor.findings import Finding, failed, warned
 
 OLDEST_PYTHON = (3, 10)
@@ -102,13 +103,14 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(own_cores())
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if quota and quota[0].isdigit():
         usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
     are_enough = num_ranks == 1 or num_ranks * threads <= usable
     remedy = "" if are_enough else f"set OMP_NUM_THREADS={max(1, usable // num_ranks)}, or start fewer ranks"
-    value = f"{usable} usable; {num_ranks} rank(s) with {threads} thread(s) each"
+    of_steps = threads_of_steps(num_ranks)
+    value = f"{usable} usable; {num_ranks} rank(s) with {threads} thread(s) each, {of_steps} for steps on the host"
     # On an accelerator the host's threads have little to do.
     yield warned("environment", "cores", value, remedy if accelerator() is None else "")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -181,9 +183,10 @@ def devices(num_ranks: int) -> Iterator[Finding]:
         name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
         free, total = module.mem_get_info(index) if hasattr(module, "mem_get_info") else (0, 0)
         remedy = "another process holds much of it" if free < total / 2 else ""
-        yield warned(
-            "accelerators", f"{device.type}:{index}", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", remedy
-        )
+        node = node_of(torch.device(device.type, index))
+        near = "" if node is None else f", on NUMA node {node}"
+        value = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free{near}"
+        yield warned("accelerators", f"{device.type}:{index}", value, remedy)
 
 
 def backends() -> Iterator[Finding]:
