@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import new_dtensor, replace_class, spec_of, swap_devices
+from sherd._torch import dynamo_disabled, new_dtensor, replace_class, spec_of, swap_devices
 from sherd.comm.agreement import gathered_along, groups_of
 from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
@@ -78,6 +78,7 @@ class Chunk(ABC):
         """Free what was brought. `gone`: it is back."""
 
 
+@dynamo_disabled  # each chunk has tensors of its own, for which a compiled step would be compiled again
 def step_chunks(chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_moments: int = 0) -> Handoff | None:
     """Step the chunks in order, each while the next one comes and the one before goes back.
 
