@@ -26,8 +26,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     returned: a deleted model would stay.
     """
     # The iterator of a list drops it at its end; `methodcaller` makes no call of Python's.
-    once = functools.partial(list, map(operator.methodcaller("__call__"), [callback]))
-    Variable._execution_engine.queue_callback(once)
+    calls = map(operator.methodcaller("__call__"), [callback])
+    Variable._execution_engine.queue_callback(functools.partial(list[object]().extend, calls))
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
