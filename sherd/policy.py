@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -240,6 +240,8 @@ class PrefetchPolicy:
 
 
 ORDERS = ("any", "ranks")
+CODECS = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
+"""The names of formats that `sherd.codec` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,8 @@ class Reduction:
             all data-parallel ranks.
 
     Raises:
-        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, a codec does not do what it must, or
-            `order` is unknown. `PolicyTypeError`: it is no dtype.
+        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, a codec's name or the order is unknown, or
+            a codec is to add in the order of ranks. `PolicyTypeError`: it is no dtype.
     """
 
     wire: torch.dtype | str | Codec | None = None
@@ -265,17 +267,16 @@ class Reduction:
     order: str = "any"
 
     def __post_init__(self) -> None:
-        if isinstance(self.wire, str) or self.codec is not None:
-            from sherd.comm.codecs import checked, codec  # this module is read without torch
-
-            wire: Any = self.wire
-            object.__setattr__(self, "wire", codec(wire) if isinstance(wire, str) else checked(wire))
-            if self.order == "ranks":
-                raise PolicyError(
-                    f"Reduction(wire={wire!r}, order='ranks'): a block ends where a shard does, so that each number of "
-                    "ranks rounds otherwise; take a dtype, or order='any'"
-                )
-        for name in ("wire", "sum") if self.codec is None else ("sum",):
+        if isinstance(self.wire, str) and self.wire not in CODECS:
+            raise PolicyError(
+                f"Reduction(wire={self.wire!r}): expected a dtype, a Codec, or one of {', '.join(CODECS)}"
+            )
+        if self.is_encoded and self.order == "ranks":
+            raise PolicyError(
+                f"Reduction(wire={self.wire!r}, order='ranks'): a block ends where a shard does, so each number of ranks "
+                "rounds otherwise; take a dtype, or order='any'"
+            )
+        for name in ("sum",) if self.is_encoded else ("wire", "sum"):
             dtype = getattr(self, name)
             require_floating_dtype(f"Reduction({name}={{}})", dtype)
             if dtype is not None and (dtype.itemsize < 2 or dtype.is_complex):
@@ -288,21 +289,14 @@ class Reduction:
         return self.order == "ranks"
 
     @property
-    def codec(self) -> Codec | None:
-        """The codec of the wire, if it has one."""
-        wire: Any = self.wire
-        return wire if hasattr(wire, "num_bytes") else None  # the class cannot be asked for without torch
+    def is_encoded(self) -> bool:
+        """Whether gradients travel as the bytes of a codec."""
+        return isinstance(self.wire, str) or hasattr(self.wire, "num_bytes")  # the class is not known without torch
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which gradients travel, or are encoded, that would else be reduced in `dtype`."""
-        is_given = self.wire is not None and self.codec is None and dtype.is_floating_point
-        return self.wire if is_given else dtype  # type: ignore[return-value]
-
-    def num_bytes(self, sizes: Iterable[int], dtype: torch.dtype) -> int:
-        """Returns the bytes of parts of `sizes` elements that would else be reduced in `dtype`."""
-        codec, itemsize = self.codec, self.wire_dtype(dtype).itemsize
-        encodes = codec is not None and dtype.is_floating_point
-        return sum(codec.num_bytes(size) if encodes and codec else size * itemsize for size in sizes)
+        wire: Any = None if self.is_encoded or not dtype.is_floating_point else self.wire
+        return wire or dtype
 
     def sum_dtype(self, wire: torch.dtype) -> torch.dtype:
         """Returns the dtype of the sums of gradients that travel in `wire`."""

@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "topology": topology(),
     }
     report = Report(around, chosen.out, [*devices(run.num_ranks)])
-    parts = {name: PARTS[name] for name in chosen.parts}
+    more = sum(seconds for _, seconds in PARTS.values()) / sum(PARTS[name][1] for name in chosen.parts)
+    parts = {name: (PARTS[name][0], more * PARTS[name][1]) for name in chosen.parts}  # they have the time of the others
     with left_behind() as left:
         _on_signals(_stop)
         try:

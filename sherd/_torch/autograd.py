@@ -22,11 +22,12 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the present backward pass ends without an error. No public name (2.11 to 2.15).
 
-    It is dropped then. Autograd's thread of a device keeps what is queued until it runs again, which may be long after
-    backward has returned: a deleted model would stay.
+    It is dropped then. Autograd's thread of a device keeps what is queued until it runs again, long after backward has
+    returned: a deleted model would stay.
     """
-    waiting, engine = [callback], Variable._execution_engine
-    engine.queue_callback(lambda: waiting.pop()())
+    # The iterator of a list drops it at its end; `methodcaller` makes no call of Python's.
+    calls = map(operator.methodcaller("__call__"), [callback])
+    Variable._execution_engine.queue_callback(functools.partial(list[object]().extend, calls))
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:

@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sherd.comm.codecs import Codec
+from sherd.comm.codecs import Codec, checked, codec
 from sherd.comm.transport import Pending, Sizes, Transport, parts, then
 from sherd.policy import Reduction
+
+
+def codec_of(reduction: Reduction | None) -> Codec | None:
+    """Returns the codec by which gradients travel, if one does. PolicyError: it does not do what a codec must."""
+    wire: Any = reduction and reduction.wire
+    if reduction is None or not reduction.is_encoded:
+        return None
+    return codec(wire) if isinstance(wire, str) else checked(wire)
+
+
+def num_bytes(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a reduction of parts of `sizes` elements of `dtype`."""
+    encoded = codec_of(reduction)
+    if encoded is not None and dtype.is_floating_point:
+        return sum(map(encoded.num_bytes, sizes))
+    return sum(sizes) * (dtype if reduction is None else reduction.wire_dtype(dtype)).itemsize
 
 
 class OwnerSums(Transport):
@@ -22,7 +39,7 @@ class OwnerSums(Transport):
 
     def __init__(self, transport: Transport, group: dist.ProcessGroup, reduction: Reduction) -> None:
         self._transport, self._rank, self._num_ranks = transport, group.rank(), group.size()
-        self._reduction = reduction
+        self._reduction, self._codec = reduction, codec_of(reduction)
 
     @property
     def nbytes(self) -> int:
@@ -32,9 +49,9 @@ class OwnerSums(Transport):
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
         """Returns the bytes of all ranks' versions of this rank's part, unless the transport sums by itself."""
         dtype = self._reduction.wire_dtype(torch.float32 if itemsize == 4 else torch.bfloat16)
-        if self._reduction.codec is None and self._transport.sum_dtype(dtype) is self._reduction.sum_dtype(dtype):
+        if self._codec is None and self._transport.sum_dtype(dtype) is self._reduction.sum_dtype(dtype):
             return self._transport.scratch_bytes(sizes, rank, itemsize)
-        return scratch_bytes(self._transport, self._reduction, sizes, rank, itemsize)
+        return scratch_bytes(self._transport, self._codec, sizes, rank, itemsize)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of the reduction's sums of `dtype`."""
@@ -53,10 +70,10 @@ class OwnerSums(Transport):
         sent = rows.to(self._reduction.wire_dtype(rows.dtype))
         if self._codec_for(sent) is None and self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
             return self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
-        return add(self._transport, self._reduction, shard_buffer.zero_(), sent, sizes, async_op)
+        return add(self._transport, self._codec_for(sent), shard_buffer.zero_(), sent, sizes, async_op)
 
     def _codec_for(self, values: torch.Tensor) -> Codec | None:
-        return self._reduction.codec if values.is_floating_point() else None
+        return self._codec if values.is_floating_point() else None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum parts on their owners, and gather the sums, rounded to the dtype of the wire, or encoded, too.
@@ -86,15 +103,14 @@ class OwnerSums(Transport):
 
 def add(
     transport: Transport,
-    reduction: Reduction,
+    codec: Codec | None,
     total: torch.Tensor,
     rows: torch.Tensor,
     sizes: Sequence[int],
     async_op: bool,
 ) -> Pending | None:
-    """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel as `reduction` says."""
-    codec = reduction.codec
-    if codec is None or not rows.is_floating_point():
+    """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel encoded by `codec`."""
+    if codec is None:
         return transport.add_onto(total, rows, sizes, async_op)
     lengths = Sizes(map(codec.num_bytes, sizes))
     sent = rows.new_empty(sum(lengths), dtype=torch.uint8)
@@ -117,9 +133,9 @@ def _after(sent: torch.Tensor, act: Callable[[], None]) -> None:
     act()
 
 
-def scratch_bytes(transport: Transport, reduction: Reduction, sizes: Sequence[int], rank: int, itemsize: int) -> int:
+def scratch_bytes(transport: Transport, codec: Codec | None, sizes: Sequence[int], rank: int, itemsize: int) -> int:
     """Returns the bytes that `add` takes on `rank`."""
-    if (codec := reduction.codec) is not None:
+    if codec is not None:
         own = codec.num_bytes(sizes[rank])
         widened = 4 * max(sizes)  # encoding takes a temporary of one part, and the decoded version is no longer
         return sum(map(codec.num_bytes, sizes)) + len(sizes) * own + widened
@@ -164,7 +180,7 @@ class SumsInOrder:
     def scratch_bytes(self, sizes: Sizes, itemsize: int) -> int:
         """Returns the bytes that `add` takes."""
         moved = 0 if self._is_sorted else sum(sizes)
-        return moved * itemsize + scratch_bytes(self._transport, self.reduction, sizes, self.part, itemsize)
+        return moved * itemsize + scratch_bytes(self._transport, None, sizes, self.part, itemsize)
 
     def add(self, total: torch.Tensor, rows: torch.Tensor, sizes: Sizes, async_op: bool) -> Pending | None:
         """Add this rank's part in the `rows` of all ranks to `total`; `sizes` are those of all parts in the rows."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import replace_class, spec_of, swap_devices
+from sherd._torch import dynamo_disabled, replace_class, spec_of, swap_devices
 from sherd.comm.agreement import gathered_along, groups_of
 from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
@@ -173,6 +173,7 @@ class Chunk(ABC):
         return [value for state in self._states for value in state.values() if _is_vector(value)]
 
 
+@dynamo_disabled  # each chunk has tensors of its own, for which a compiled step would be compiled again
 def step_chunks(
     optimizer: Optimizer, chunks: Sequence[Chunk], groups: Sequence[Group], run: Run, num_moments: int = 0
 ) -> None:

@@ -319,7 +319,11 @@ def test_ranks_that_disagree_are_named_on_both(about, sim_world):
 
 
 def one_stays_away() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(SIZE, device="sim"), group=group)
+    torch.accelerator.synchronize()
+    # All others come at once from here on, however busy the machine is.
+    group._get_backend(torch.device("sim")).set_timeout(timedelta(seconds=3))
     if dist.get_rank() != 1:
         dist.all_reduce(torch.ones(SIZE, device="sim"), group=group)
     torch.accelerator.synchronize()
@@ -331,7 +335,7 @@ def test_rank_that_stays_away_is_named(sim_world):
     assert set(failure.value.errors) == {0, 2, 3}
     for _, message in failure.value.errors.values():
         assert "rank 1 did not come" in message
-        assert "within 1000 ms" in message
+        assert "within 3000 ms" in message
 
 
 def files_in_use() -> list[str]:

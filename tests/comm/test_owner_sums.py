@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sherd.comm.codecs import codec
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.owner_sums import OwnerSums, SumsInOrder, cut
 from sherd.comm.transport import Sizes, parts
@@ -86,11 +87,10 @@ def test_sums_have_the_dtype_that_is_asked_for(name, wire):
 @on_processes(2, 3)
 def test_encoded_sums_are_within_the_codecs_bound(name, wire):
     rank, size = dist.get_rank(), dist.get_world_size()
-    reduction = Reduction(wire)
-    sums = OwnerSums(MAKERS[name](dist.group.WORLD, True), dist.group.WORLD, reduction)
+    sums = OwnerSums(MAKERS[name](dist.group.WORLD, True), dist.group.WORLD, Reduction(wire))
     for sizes in (cut(900, size), Sizes((0, *cut(900, size - 1)))):
         sent = [rows_of(each, sizes, torch.float32) for each in range(size)]
-        bound = sum(torch.cat([reduction.codec.bound(part) for part in parts(each, sizes)]) for each in sent)
+        bound = sum(torch.cat([codec(wire).bound(part) for part in parts(each, sizes)]) for each in sent)
         own = torch.empty(sizes[rank])
         pending = sums.reduce_scatter(own, sent[rank], sizes, True)
         if pending is not None:

@@ -4,6 +4,7 @@ the device, no race and no wait of the host in a settled step."""
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -76,6 +77,28 @@ def test_a_step_has_the_values_of_one_without_offload(axis, sim_world):
         if axis not in ("state", "half of the state", "state, pageable") and options[0] is not optim.AdamW:
             continue  # the host computes products of its own
         assert all(sim_world(2, pause_us=200, seed=1).run(is_same, AXES[axis], *options).values), options
+
+
+def compiled(policy: OffloadPolicy) -> tuple[int, list[Tensor]]:
+    """How many graphs a compiled step of the optimizer has, and the unsharded parameters."""
+    graphs = []
+    model = model_of(policy)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.step = torch.compile(  # type: ignore[method-assign]
+        optimizer.step, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo imports what torch has deprecated
+        found = stepped(model, optimizer, 3)
+    return len(graphs), found
+
+
+@pytest.mark.parametrize("axis", ["state", "half of the state"])
+def test_a_compiled_step_in_chunks_is_compiled_for_none_of_them(axis, sim_world):
+    ((num_graphs, found), *_) = sim_world(2).run(compiled, AXES[axis]).values
+    ((_, expected), *_) = sim_world(2).run(compiled, OffloadPolicy()).values
+    assert num_graphs == 0
+    torch.testing.assert_close(found, expected)
 
 
 class Counting(optim.Optimizer):

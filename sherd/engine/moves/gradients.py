@@ -47,7 +47,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
-from sherd.comm.streams import CommStream, Handoff, Run, Streams
+from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import Pending, Sizes, Transport, parts
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.moves.buffer_views import ReduceBuffer
@@ -583,20 +583,32 @@ class Gradients:
         if group.takes_any_gradient:
             self._shards.take_dtype(rows.dtype, policy, is_added=self.partial is not None)
         rows.complete()
+        sizes, reduce_dtype = plan.reduced_by_rank, self._shards.form.reduce_dtype
+        result: list[torch.Tensor] = []
         # The rows of one rank are the sum, which goes to host memory on the lane that owns them.
         is_of_one = group.is_one_piece and mesh.num_replicas == 1 and plan.owned is None
         is_sum = is_of_one and group.is_offloaded and policy.all_reduce_hook is None
-        sent, reduce_dtype = rows.buffer.tensor, self._shards.form.reduce_dtype
+        sent, earlier = rows.buffer.tensor, self.partial
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
-        earlier = self.partial
         if plan.owned is not None or policy.all_reduce_gradients:
             self.partial = None
-        if is_sum and plan.lane_owns_rows:
-            reduced, handoff = sent, self._on_reduce_lane(lambda _: None)
-        elif plan.owned is not None:
-            reduced, handoff = self._add_in_order(sent, earlier, plan.owned)
-        else:
-            reduced, handoff = self._scatter(sent, transport)
+
+        def scatter(async_op: bool) -> Pending | None:
+            if is_sum and plan.lane_owns_rows:
+                result.append(sent)
+                return None
+            if plan.owned is not None:
+                return self._add_in_order(result, sent, earlier, async_op)
+            # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
+            reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
+            result.append(reduced)
+            return transport.reduce_scatter(reduced, sent, sizes, async_op)
+
+        # Whoever owns the rows, compute has just written them. For `reduced` the lane's pool may hand out the memory of
+        # an earlier sum, which compute read last, as a `.grad` that was dropped since.
+        self._streams.reduce.follow_compute()
+        handoff = self._streams.reduce.run(scatter)
+        (reduced,) = result
         sources = [] if plan.lane_owns_rows and sent is rows.buffer.tensor else [sent]
         with_gradient = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         is_partial = not policy.all_reduce_gradients and (mesh.num_replicas > 1 or plan.owned is not None)
@@ -624,41 +636,18 @@ class Gradients:
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
 
-    def _on_reduce_lane(self, start: Run) -> Handoff:
-        # Whoever owns the rows, compute has just written them. For a sum the lane's pool may hand out the memory of an
-        # earlier one, which compute read last, as a `.grad` that was dropped since.
-        self._streams.reduce.follow_compute()
-        return self._streams.reduce.run(start)
-
-    def _scatter(self, sent: torch.Tensor, transport: Transport) -> tuple[torch.Tensor, Handoff]:
-        """Sum over the shard axis. Returns this rank's sum, and its handoff."""
-        group, sizes, result = self.group, self._plan.reduced_by_rank, list[torch.Tensor]()
-
-        def scatter(async_op: bool) -> Pending | None:
-            # Here, on the lane: the stream that writes the sum first owns its memory.
-            numel, dtype = sizes[group.mesh.shard_rank], transport.sum_dtype(sent.dtype)
-            result.append(transport.empty(numel, dtype, group.device))
-            return transport.reduce_scatter(result[0], sent, sizes, async_op)
-
-        handoff = self._on_reduce_lane(scatter)
-        return result[0], handoff
-
-    def _add_in_order(self, sent: torch.Tensor, earlier: _Sum | None, owned: Sizes) -> tuple[torch.Tensor, Handoff]:
-        """Sum over all ranks in their order, onto the sum that earlier backwards left. Returns as `_scatter` does."""
-        mesh, result = self.group.mesh, list[torch.Tensor]()
-        in_order = mesh.in_order
-        assert in_order is not None, "the policy asks for these sums"
+    def _add_in_order(
+        self, result: list[torch.Tensor], sent: torch.Tensor, earlier: _Sum | None, async_op: bool
+    ) -> Pending | None:
+        """Sum over all ranks in their order, on the lane, onto what `earlier` backwards left. `result` gets the sum."""
+        in_order, owned = self.group.mesh.in_order, self._plan.owned
+        assert in_order is not None and owned is not None, "the policy asks for these sums"
         dtype = in_order.reduction.sum_dtype(sent.dtype)
-
-        def add(async_op: bool) -> Pending | None:
-            if earlier is None:
-                result.append(torch.zeros(owned[in_order.part], dtype=dtype, device=self.group.device))
-            else:
-                result.append(earlier.summed.to(dtype))
-            return in_order.add(result[0], sent, owned, async_op)
-
-        handoff = self._on_reduce_lane(add)
-        return result[0], handoff
+        if earlier is None:
+            result.append(torch.zeros(owned[in_order.part], dtype=dtype, device=self.group.device))
+        else:
+            result.append(earlier.summed.to(dtype))
+        return in_order.add(result[0], sent, owned, async_op)
 
     def _owned_of_shard(self, owned: Sizes) -> Sizes:
         """Returns the lengths of the parts of this rank's shard that its replicas own."""
