@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from sherd.backward_steps import step_in_backward as step_in_backward
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
-    from sherd.comm.codecs import Codec as Codec
     from sherd.comm.codecs import codec as codec
     from sherd.deltas.delta import WeightDelta as WeightDelta
     from sherd.deltas.delta import WeightReceiver as WeightReceiver
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from sherd.optim.matrix import MatrixOptimizer as MatrixOptimizer
     from sherd.optim.muon import Muon as Muon
     from sherd.policy import AllGather as AllGather
+    from sherd.policy import Codec as Codec
     from sherd.policy import Comm as Comm
     from sherd.policy import CommPolicy as CommPolicy
     from sherd.policy import CPUOffloadPolicy as CPUOffloadPolicy
@@ -108,7 +108,7 @@ _HOMES = {
     "CPUOffload": "sherd.fsdp1.arguments",
     "CPUOffloadPolicy": "sherd.policy",
     "CaptureReport": "sherd.tools.verify.capture",
-    "Codec": "sherd.comm.codecs",
+    "Codec": "sherd.policy",
     "Comm": "sherd.policy",
     "CommPolicy": "sherd.policy",
     "DTensorExtensions": "sherd.fsdp1.extensions",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from sherd.comm.codecs import Codec
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -239,6 +237,38 @@ class PrefetchPolicy:
                 require_int(f"PrefetchPolicy({name}={{}})", value, 0)
 
 
+class Codec(ABC):
+    """Values as fewer bytes: what a collective sends in the place of gradients or parameters.
+
+    A codec must give the same bytes for the same values on all ranks, touch no global state (as a random generator),
+    and decide nothing on the host by the values. Formats with one scale for each block are made by `codec`.
+
+    Attributes:
+        name: names the codec in errors; ranks whose codecs have different names do not understand each other.
+    """
+
+    name: str
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Returns the bytes of `numel` encoded elements, for every `numel` from 0 on."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out`, uint8 [num_bytes(n)], with `values`, floating-point [n], which stay as they are."""
+
+    @abstractmethod
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out`, floating-point [n], with the values in `encoded`, uint8 [num_bytes(n)]."""
+
+    @abstractmethod
+    def bound(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a bound of |decoded - value| for each element of `values`, [n], float32 or float64.
+
+        For finite values, decoded into float32 or float64: a narrower dtype adds its rounding.
+        """
+
+
 ORDERS = ("any", "ranks")
 CODECS = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
 """The names of formats that `sherd.codec` makes."""
@@ -273,8 +303,8 @@ class Reduction:
             )
         if self.is_encoded and self.order == "ranks":
             raise PolicyError(
-                f"Reduction(wire={self.wire!r}, order='ranks'): a block ends where a shard does, so each number of ranks "
-                "rounds otherwise; take a dtype, or order='any'"
+                f"Reduction(wire={self.wire!r}, order='ranks'): a block ends where a shard does, so each number of "
+                "ranks rounds otherwise; take a dtype, or order='any'"
             )
         for name in ("sum",) if self.is_encoded else ("wire", "sum"):
             dtype = getattr(self, name)
@@ -291,7 +321,7 @@ class Reduction:
     @property
     def is_encoded(self) -> bool:
         """Whether gradients travel as the bytes of a codec."""
-        return isinstance(self.wire, str) or hasattr(self.wire, "num_bytes")  # the class is not known without torch
+        return isinstance(self.wire, Codec | str)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which gradients travel, or are encoded, that would else be reduced in `dtype`."""

@@ -47,7 +47,8 @@ MOST_CODE_LINES = 60  # of a function
 # optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048); the
 # core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`,
 # and its and the trainer's with steps as graphs (051), the core's and the tools' with gathers into place (052),
-# the core's and the tools' with places for each kind of state, masters, activations and losses in parts (053).
+# the core's and the tools' with places for each kind of state, masters, activations, losses in parts and steps on a
+# thread (053), the core's with sums in the order of ranks, codecs and state in blocks (054).
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.9, 3.0),
@@ -56,7 +57,7 @@ FIGURES = {
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
     "lines of the whole": (65084, 48000),
-    "lines of the core": (38427, 28000),
+    "lines of the core": (40161, 28000),
     "lines of the FSDP1": (2659, 2700),
     "lines of the plug-ins": (3386, 3400),
     "lines of the adapters": (1603, 1500),

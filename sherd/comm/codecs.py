@@ -10,7 +10,6 @@ in float32, so all ranks and devices decode the same values.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sherd.errors import PolicyError, PolicyTypeError, reason_of
+from sherd.policy import Codec
 from sherd.requirements import require_int, require_type
 
 SCALE_BYTES = 2
@@ -26,38 +26,6 @@ TINY = 2.0**-126
 """The least scale: denormal scales would be 0 where a device flushes them. It stands for 0, and a zero decodes as 0."""
 SLACK = 1 + 2.0**-10
 """For the rounding of a quotient in float32 before it is rounded to a number of the format."""
-
-
-class Codec(ABC):
-    """Values as fewer bytes: what a collective sends in the place of gradients or parameters.
-
-    A codec must give the same bytes for the same values on all ranks, touch no global state (as a random generator),
-    and decide nothing on the host by the values. Formats with one scale for each block are made by `codec`.
-
-    Attributes:
-        name: names the codec in errors; ranks whose codecs have different names do not understand each other.
-    """
-
-    name: str
-
-    @abstractmethod
-    def num_bytes(self, numel: int) -> int:
-        """Returns the bytes of `numel` encoded elements, for every `numel` from 0 on."""
-
-    @abstractmethod
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Fill `out`, uint8 [num_bytes(n)], with `values`, floating-point [n], which stay as they are."""
-
-    @abstractmethod
-    def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Fill `out`, floating-point [n], with the values in `encoded`, uint8 [num_bytes(n)]."""
-
-    @abstractmethod
-    def bound(self, values: Tensor) -> Tensor:
-        """Returns a bound of |decoded - value| for each element of `values`, [n], float32 or float64.
-
-        For finite values, decoded into float32 or float64: a narrower dtype adds its rounding.
-        """
 
 
 def codec(name: str, block: int | None = None) -> Codec:

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sherd.comm.codecs import Codec, checked, codec
+from sherd.comm.codecs import checked, codec
 from sherd.comm.transport import Pending, Sizes, Transport, parts, then
-from sherd.policy import Reduction
+from sherd.policy import Codec, Reduction
 
 
-def codec_of(reduction: Reduction | None) -> Codec | None:
+def codec_of(reduction: Reduction) -> Codec | None:
     """Returns the codec by which gradients travel, if one does. PolicyError: it does not do what a codec must."""
-    wire: Any = reduction and reduction.wire
-    if reduction is None or not reduction.is_encoded:
+    wire: Any = reduction.wire
+    if not reduction.is_encoded:
         return None
     return codec(wire) if isinstance(wire, str) else checked(wire)
 
 
-def num_bytes(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
+def num_bytes(reduction: Reduction, sizes: Sequence[int], dtype: torch.dtype) -> int:
     """Returns the bytes of a reduction of parts of `sizes` elements of `dtype`."""
     encoded = codec_of(reduction)
     if encoded is not None and dtype.is_floating_point:
         return sum(map(encoded.num_bytes, sizes))
-    return sum(sizes) * (dtype if reduction is None else reduction.wire_dtype(dtype)).itemsize
+    return sum(sizes) * reduction.wire_dtype(dtype).itemsize
 
 
 class OwnerSums(Transport):

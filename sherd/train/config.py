@@ -134,8 +134,7 @@ class Config:
         Raises InputError if the batch does not divide.
         """
         share, rest = divmod(self.batch, num_ranks)
-        wanted = self.micro_batch or int(self.reproducible)  # then the number of ranks must not decide
-        for size in [wanted] if wanted else range(MOST, 0, -1):
+        for size in [self.micro_batch or 1] if self.micro_batch or self.reproducible else range(MOST, 0, -1):
             if not rest and share and share % size == 0:
                 return size, share // size
         unit = num_ranks * max(1, self.micro_batch)

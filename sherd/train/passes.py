@@ -39,8 +39,7 @@ class Passes:
 
         Returns the sum of this rank's losses in nats, where the device has it in float64, which adds float32 exactly.
 
-        Gradients are reduced over `dp` after every micro-batch, not once per step: unsharded gradients, kept from one
-        micro-batch to the next, are what sharding is there to avoid. Over `replicate` they are reduced once.
+        Gradients are reduced over `dp` after every micro-batch: unsharded ones are what sharding is there to avoid.
         """
         assert isinstance(self.model, FSDPModule), "build shards the root"
         total = self._sum()
@@ -93,9 +92,8 @@ class Passes:
         """
         self.model.eval()
         spread = max(1, windows.num // num_windows) if num_windows else 1
-        chosen = range(0, windows.num, spread)
         rank, num_ranks = self.grid.data_rank, self.grid.axes.num_data
-        turns = -(-len(chosen) // (samples * num_ranks))
+        turns = -(-windows.num // (spread * samples * num_ranks))
         nats, num_bytes = torch.zeros(turns, dtype=self._sum().dtype, device=self.device), self._sum()
         for turn in range(turns):
             first = (turn * num_ranks + rank) * samples  # the last ranks may get empty windows

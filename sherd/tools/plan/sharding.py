@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
-from sherd.comm.owner_sums import num_bytes
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
-from sherd.policy import OffloadPolicy, Place
+from sherd.policy import OffloadPolicy, Place, Reduction
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
@@ -146,8 +146,8 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             gathered=0
             if plan.is_never_gathered or mesh.only_sums
             else group.packing.gathered_numel * group.compute_dtype.itemsize,
-            reduced=num_bytes(mesh.comm.reduce, sent, group.reduce_dtype) if mesh.num_shards > 1 else 0,
-            all_reduced=num_bytes(mesh.comm.reduce_replicas or mesh.comm.reduce, sent, group.reduce_dtype)
+            reduced=_reduced(mesh.comm.reduce, sent, group.reduce_dtype) if mesh.num_shards > 1 else 0,
+            all_reduced=_reduced(mesh.comm.reduce_replicas or mesh.comm.reduce, sent, group.reduce_dtype)
             // mesh.num_shards
             * (mesh.num_replicas > 1),
             owned=group.shard_buffer.nbytes,
@@ -155,6 +155,15 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             shard=group_of(mesh.shard_group),
             replicate=group_of(mesh.replicate_group),
         )
+
+
+def _reduced(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a reduction of parts of `sizes` elements."""
+    if reduction is None:
+        return sum(sizes) * dtype.itemsize
+    from sherd.comm.owner_sums import num_bytes  # of few policies, so loaded late
+
+    return num_bytes(reduction, sizes, dtype)
 
 
 # Equal blocks
