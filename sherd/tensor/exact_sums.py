@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 _BITS = 28  # so that int64 holds the sum of 2**35 values
-_CHUNK = 1 << 20  # elements that are widened at once
+_CHUNK, _CHUNK_ON_HOST = 1 << 24, 1 << 16  # elements that are widened at once; on a CPU as many as its cache holds
 
 
 class ExactSum:
@@ -33,20 +33,19 @@ class ExactSum:
         factor = self._factor if index is None else self._factor[index]
         total = torch.zeros(2, dtype=torch.int64, device=factor.device)
         for shard in shards:
-            for chunk in shard.reshape(-1).split(_CHUNK):
-                wide = torch.view_as_real(chunk).double().square().sum(-1) if chunk.is_complex() else chunk.double()
-                if power == 2:
-                    wide = wide if chunk.is_complex() else wide.square()
+            for chunk in shard.reshape(-1).split(_CHUNK_ON_HOST if shard.device.type == "cpu" else _CHUNK):
+                if chunk.is_complex():
+                    wide = torch.view_as_real(chunk).double().square().sum(-1)
+                    wide = wide if power == 2 else wide.sqrt_()
                 else:
-                    wide = wide.sqrt() if chunk.is_complex() else wide.abs()
-                total += self._in_units(wide, factor.to(wide.device)).to(total.device)
+                    wide = chunk.to(torch.float64, copy=True)
+                    wide = wide.square_() if power == 2 else wide.abs_()
+                wide.mul_(factor.to(wide.device))
+                whole = wide.round()
+                wide.sub_(whole).mul_(2.0**_BITS).round_()
+                # Whole numbers, of which float64 holds the sum of a chunk. If one is not finite, `total` drops them.
+                total += torch.stack([whole.sum(), wide.sum()]).to(total.device, torch.int64)
         return total
-
-    def _in_units(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        scaled = values.nan_to_num(0.0, 0.0, 0.0) * factor
-        whole = scaled.round()
-        rest = ((scaled - whole) * 2.0**_BITS).round()
-        return torch.stack([whole.sum(dtype=torch.int64), rest.sum(dtype=torch.int64)])
 
     def total(self, parts: torch.Tensor) -> torch.Tensor:
         """Returns the sums of which all ranks' `parts`, `[..., 2]`, were added; inf or nan if a value was that."""

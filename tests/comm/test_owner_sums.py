@@ -166,6 +166,14 @@ def test_complex_and_empty_values_count_too():
     assert exact.total(exact.parts([values], 1)).item() == pytest.approx(10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+def test_what_is_summed_stays_as_it_is(dtype):
+    values = torch.tensor([3.0, -4.0], dtype=dtype)
+    exact = ExactSum(torch.tensor(16.0, dtype=torch.float64))
+    assert [exact.total(exact.parts([values], power)).item() for power in (1, 2)] == [7, 25]
+    assert values.tolist() == [3, -4]
+
+
 @on_processes(3)
 def test_ranks_sum_to_the_same_bits():
     rank = dist.get_rank()

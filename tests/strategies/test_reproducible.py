@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
-from sherd.errors import PolicyError
+from sherd.errors import CommError, PolicyError
 from tests.support.models.stacks import Layer
 from tests.support.ranks.bodies import on_processes
 
@@ -319,3 +319,14 @@ def test_what_has_no_order_is_refused():
     refuses(lambda: model.set_all_reduce_hook(lambda _: None), "all_reduce_hook of the user's own")
     model(batch(0, dist.get_rank())).backward()
     refuses(lambda: sherd.clip_grad_norm_(model.parameters(), 1.0, 3.0), "only the norms of order 0, 1, 2 and inf")
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("one", [sherd.Reduction(wire="int8"), sherd.Reduction(order="ranks"), None])
+@pytest.mark.parametrize("other", [sherd.Reduction(wire="fp8_e4m3"), sherd.Reduction(wire=torch.bfloat16)])
+@on_processes(2)
+def test_ranks_with_different_reductions_say_so_before_they_send(one, other):
+    policy = sherd.CommPolicy("torch", reduce=other if dist.get_rank() else one)
+    model = made(comm_policy=policy)
+    with pytest.raises(CommError, match="gradients summed by Reduction"):
+        model(batch(0, 0)).backward()
