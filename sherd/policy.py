@@ -249,6 +249,9 @@ class Codec(ABC):
 
     name: str
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, 'name', None)!r})"  # the same on all ranks, which compare it
+
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
         """Returns the bytes of `numel` encoded elements, for every `numel` from 0 on."""
@@ -363,10 +366,13 @@ class CommPolicy:
         reduce: how gradients travel and are added up. None: in the unit's `reduce_dtype`, by the backend's own
             reduce-scatter.
         reduce_replicas: the same between replicas (HSDP). None: as `reduce`.
+        gather: the `Codec`, or the name of one, that encodes parameters for their gathers; None: they travel in
+            compute's dtype. A shard is encoded once a step, and all ranks decode the same values, this rank's own too.
+            The optimizer, checkpoints and `unsharded` have the shards as they are.
 
     Raises:
-        PolicyError: an unknown `transport` or `divergence`, `part_bytes` less than 1, or two reductions of which one is
-            in the order of ranks; `PolicyTypeError` if a reduction is no `Reduction`.
+        PolicyError: an unknown `transport`, `divergence` or codec, `part_bytes` less than 1, or two reductions of which
+            one is in the order of ranks; `PolicyTypeError` if a reduction is no `Reduction`, or a codec no `Codec`.
     """
 
     transport: str = "auto"
@@ -376,8 +382,13 @@ class CommPolicy:
     part_bytes: int | None = 64 << 20
     reduce: Reduction | None = None
     reduce_replicas: Reduction | None = None
+    gather: str | Codec | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gather, Codec | str | None):
+            raise PolicyTypeError(f"CommPolicy(gather={self.gather!r}): expected a Codec, or the name of one")
+        if isinstance(self.gather, str) and self.gather not in CODECS:
+            raise PolicyError(f"CommPolicy(gather={self.gather!r}): expected a Codec, or one of {', '.join(CODECS)}")
         for name in ("reduce", "reduce_replicas"):
             if not isinstance(given := getattr(self, name), Reduction | None):
                 raise PolicyTypeError(f"CommPolicy({name}={given!r}): expected a Reduction or None")
@@ -405,6 +416,11 @@ class CommPolicy:
         Norms of gradients have them, too (`clip_grad_norm_`). docs/do/reproducible.md says what else it takes.
         """
         return cls(**{"reduce": Reduction(order="ranks"), **options})
+
+    @property
+    def encodes_gradients(self) -> bool:
+        """Whether gradients travel as the bytes of a codec, along one axis or both."""
+        return any(each is not None and each.is_encoded for each in (self.reduce, self.reduce_replicas))
 
     @property
     def sums_in_order(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,6 +234,28 @@ def checked(codec: Codec) -> Codec:
             except Exception as error:
                 raise PolicyError(f"{what}: {reason_of(error)}") from error
     return codec
+
+
+def codec_of(given: Any) -> Codec | None:
+    """Returns the codec that a policy is `given`, or that it names; None for what is no codec. Raises as `checked`."""
+    if isinstance(given, str):
+        return codec(given)
+    return checked(given) if isinstance(given, Codec) else None
+
+
+def encode_parts(codec: Codec, values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Returns the parts of `values`, of `sizes` elements, each encoded, one after the other; and their lengths."""
+    lengths = [codec.num_bytes(size) for size in sizes]
+    encoded = values.new_empty(sum(lengths), dtype=torch.uint8)
+    for part, of_part in zip(values.split(list(sizes)), encoded.split(lengths), strict=True):
+        codec.encode(part, of_part)
+    return encoded, lengths
+
+
+def decode_parts(codec: Codec, encoded: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+    """Fill `out` with what `encode_parts` has encoded."""
+    for of_part, part in zip(encoded.split([*map(codec.num_bytes, sizes)]), out.split(list(sizes)), strict=True):
+        codec.decode(of_part, part)
 
 
 def _check_round_trip(codec: Codec, what: str, values: Tensor) -> None:

@@ -17,7 +17,7 @@ from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError
-from sherd.policy import CommPolicy, DataParallelMeshDims, Level, Reduction
+from sherd.policy import Codec, CommPolicy, DataParallelMeshDims, Level, Reduction
 
 if TYPE_CHECKING:
     from sherd.comm.owner_sums import SumsInOrder
@@ -67,6 +67,7 @@ class DataMesh:
         self.full = full
         self.dims = dims
         self.comm, self.sums_in_order = comm, comm.sums_in_order
+        self.limits_policies = comm.sums_in_order or comm.encodes_gradients
         self.copies = copies
         self.given = mesh if copies is None else copies
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
@@ -189,6 +190,15 @@ class DataMesh:
     def gather_transport(self) -> Transport:
         """The transport that gathers parameters along the shard axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.shard_transport
+
+    @cached_property
+    def gather_codec(self) -> Codec | None:
+        """What encodes parameters for their gathers along the shard axis."""
+        if self.comm.gather is None or self.num_shards == 1:
+            return None
+        from sherd.comm.codecs import codec_of  # of few policies, so loaded late
+
+        return codec_of(self.comm.gather)
 
     @cached_property
     def fetch_transport(self) -> Transport:

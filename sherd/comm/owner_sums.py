@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sherd.comm.codecs import checked, codec
+from sherd.comm.codecs import codec_of, decode_parts, encode_parts
 from sherd.comm.transport import Pending, Sizes, Transport, parts, then
 from sherd.policy import Codec, Reduction
 
 
-def codec_of(reduction: Reduction) -> Codec | None:
-    """Returns the codec by which gradients travel, if one does. PolicyError: it does not do what a codec must."""
-    wire: Any = reduction.wire
-    if not reduction.is_encoded:
-        return None
-    return codec(wire) if isinstance(wire, str) else checked(wire)
-
-
 def num_bytes(reduction: Reduction, sizes: Sequence[int], dtype: torch.dtype) -> int:
     """Returns the bytes of a reduction of parts of `sizes` elements of `dtype`."""
-    encoded = codec_of(reduction)
+    encoded = codec_of(reduction.wire)
     if encoded is not None and dtype.is_floating_point:
         return sum(map(encoded.num_bytes, sizes))
     return sum(sizes) * reduction.wire_dtype(dtype).itemsize
@@ -39,7 +30,7 @@ class OwnerSums(Transport):
 
     def __init__(self, transport: Transport, group: dist.ProcessGroup, reduction: Reduction) -> None:
         self._transport, self._rank, self._num_ranks = transport, group.rank(), group.size()
-        self._reduction, self._codec = reduction, codec_of(reduction)
+        self._reduction, self._codec = reduction, codec_of(reduction.wire)
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +87,7 @@ class OwnerSums(Transport):
         encoded = tensor.new_empty(sum(lengths), dtype=torch.uint8)
         codec.encode(total, own := encoded.new_empty(lengths[self._rank]))
         self._transport.all_gather(encoded, own, lengths, False)
-        for of_rank, part in zip(parts(encoded, lengths), parts(tensor, sizes), strict=True):
-            codec.decode(of_rank, part)
+        decode_parts(codec, encoded, sizes, tensor)
         return None
 
 
@@ -112,10 +102,7 @@ def add(
     """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel encoded by `codec`."""
     if codec is None:
         return transport.add_onto(total, rows, sizes, async_op)
-    lengths = Sizes(map(codec.num_bytes, sizes))
-    sent = rows.new_empty(sum(lengths), dtype=torch.uint8)
-    for part, of_rank in zip(parts(rows, sizes), parts(sent, lengths), strict=True):
-        codec.encode(part, of_rank)
+    sent, lengths = encode_parts(codec, rows, sizes)
     versions = sent.new_empty(len(sizes), codec.num_bytes(total.numel()))
 
     def decode() -> None:

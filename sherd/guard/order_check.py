@@ -122,6 +122,8 @@ def _terms_of(unit: Unit) -> tuple[str, ...]:
     terms = [f"gradients divided by {divisor:g}", f"transport {comm.transport!r}, parts of {comm.part_bytes} bytes"]
     if comm.reduce is not None or comm.reduce_replicas is not None:
         terms.append(f"gradients summed by {comm.reduce}, between replicas by {comm.reduce_replicas or comm.reduce}")
+    if comm.gather is not None:
+        terms.append(f"parameters encoded by {comm.gather}")
     if precision != MixedPrecisionPolicy():
         terms.append(str(precision))
     if unit.mesh.keeps_unsharded or unit.mesh.shards_replicas:

@@ -155,6 +155,12 @@ class Packing:
         parts = (own.intersect(gap) for gap in self.gaps)
         return tuple(part.shifted(-own.start) for part in parts if part.numel)
 
+    def unused_of(self, rank: int) -> tuple[Extent, ...]:
+        """Returns the extents of `rank`'s shard buffer that hold no element, of any packing."""
+        held = _ordered([extent for slot in self.slots if (extent := slot.held(rank)).numel])
+        starts, ends = [*(each.start for each in held), self.shard_numels[rank]], [0, *(each.stop for each in held)]
+        return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+
     @cached_property
     def runs_together(self) -> Runs:
         """The cut of all tensors, here cut into runs, as one 1-D tensor: the rows without the padding at the end."""

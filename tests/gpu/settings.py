@@ -64,6 +64,8 @@ class Setting:
     """Units are cut into parts of so many bytes, as large ones are by default; 1: each parameter is one."""
     reduction: str = ""
     """The order of sums and the dtype that travels, each if it is said: "ranks", "any bfloat16", "any int8"."""
+    encoded: bool = False
+    """Parameters travel in 8 bits."""
     own_collectives: bool = False
     group_memory: bool = False
     """What collectives read and write is memory of the process group."""
@@ -162,6 +164,8 @@ def _of_arithmetic(setting: Setting) -> dict[str, object]:
         changes["scalar"] = False
     if setting.own_collectives:
         changes["transport"] = "auto"
+    if setting.keeps_parameters or setting.own_collectives:
+        changes["encoded"] = False
     if setting.reduction.startswith("ranks"):
         changes |= {"own_collectives": False, "hook": False}
         changes["accumulation"] = "accumulate" if setting.accumulation == "no_sync" else setting.accumulation

@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "transport": ("auto", "coalesced"),
     "part_bytes": (None, 1),
     "reduction": ("", "", "", "ranks", "any bfloat16", "ranks bfloat16", "any int8"),
+    "encoded": (False, False, True),
     "own_collectives": (False, True),
     "optimizer": ("sgd", "adamw", "flattened"),
     "micro_batches": (1, 1, 2, 3),

@@ -54,6 +54,9 @@ CASES = {
     "bfloat16 summed in float32, hsdp": Setting(**HSDP, reduction="any bfloat16"),
     "encoded in 8 bits": Setting(width=13, reduction="any int8", micro_batches=2),
     "encoded in 8 bits, hsdp": Setting(**HSDP, reduction="any int8"),
+    "gathered in 8 bits": Setting(width=13, encoded=True, recompute="kept graph"),
+    "gathered in 8 bits, hfsdp": Setting(mesh=(2, 2), strategy="hfsdp", placement="Flat", encoded=True),
+    "gathered in 8 bits, bfloat16, offloaded": Setting(encoded=True, offload="pinned", **BF16),
     "wrapper, in the order of ranks": Setting(front="flat wrapper", reduction="ranks", max_norm=0.1),
     # The wrapper
     "wrapper": Setting(front="wrapper", max_norm=0.1, micro_batches=2, accumulation="no_sync"),

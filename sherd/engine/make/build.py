@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -77,6 +78,8 @@ def make_unit(
     if closes:
         forget_loads(mesh)
     borrow(belongings.borrowed)
+    if mesh.comm.encodes_gradients:
+        policy = replace(policy, reduce_unused=True)
     unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
     if offload.activations == "host":
         unit.offload_saved(SavedOnHost(pin_memory=offload.pin_memory))

@@ -16,6 +16,9 @@ import torch
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, Transport
 from sherd.engine.state.group import Group, is_large
+from sherd.errors import PolicyError
+from sherd.layout.extent import Extent
+from sherd.layout.packing import Packing
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
@@ -53,6 +56,7 @@ class Fill(Enum):
     IN_PLACE = "the rows are the first bytes of the unsharded buffer"
     TENSOR_BY_TENSOR = "each tensor is gathered by itself, straight to its place"
     FROM_RANKS = "compute copies it from the other ranks' memory, when it waits for them"
+    ENCODED = "a codec's bytes are gathered, and decoded when compute waits for them"
     BY_SUBCLASS = "the tensor subclass makes the unsharded parameter of what it had gathered"
 
 
@@ -65,6 +69,7 @@ class BufferPlan:
         may_be_rows: rows may be gathered into the unsharded buffer.
         may_gather_each: each tensor may be gathered by itself, straight to its place in the unsharded buffer.
         row_bytes: bytes of the rows, in compute's dtype.
+        is_encoded: a codec encodes what is gathered.
         is_never_gathered: the shards are the unsharded parameters.
         frees_unsharded: the memory of the unsharded parameters is freed between uses.
         sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy. Assumed of
@@ -80,6 +85,7 @@ class BufferPlan:
         reduce_dtype: the dtype in which gradients are sent.
         reduced_by_piece: the lengths of all parts that a reduction sends, with their flags.
         reduced_by_rank: the number of summed elements that each rank of the shard axis receives.
+        padding: the extents of rows that hold no gradient, where a codec would encode what is there; else empty.
         owned: where sums are in the order of ranks, the lengths of all ranks' parts; else None.
     """
 
@@ -87,6 +93,7 @@ class BufferPlan:
     may_be_rows: bool
     may_gather_each: bool
     row_bytes: int
+    is_encoded: bool
     is_never_gathered: bool
     frees_unsharded: bool
     sends_shards_as_they_are: bool
@@ -99,6 +106,7 @@ class BufferPlan:
     reduce_dtype: torch.dtype
     reduced_by_piece: Sizes
     reduced_by_rank: Sizes
+    padding: tuple[Extent, ...]
     owned: Sizes | None
 
     @classmethod
@@ -107,6 +115,11 @@ class BufferPlan:
 
         `reduce_buffers`: how many units may be reducing while the next one collects gradients.
         """
+        if group.mesh.gather_codec is not None and group.unsharded_memory is not None:
+            raise PolicyError(
+                f"{group.name}: CommPolicy(gather=) would round the shards, which are parts of unsharded parameters "
+                "that are kept; shard them (zero3, hsdp), or leave gather out"
+            )
         packing, reduced, mesh, flags = group.packing, group.gradient_packing, group.mesh, group.num_flags
         # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
         # On one rank nothing is gathered: what rests in host memory is copied straight into place, on the lane.
@@ -119,6 +132,7 @@ class BufferPlan:
             may_be_rows=may_be_rows,
             may_gather_each=packing.is_in_order and not mesh.shards_replicas and not may_be_rows,
             row_bytes=packing.gathered_numel * group.compute_dtype.itemsize,
+            is_encoded=mesh.gather_codec is not None and group.compute_dtype.is_floating_point,
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
             sends_shards_as_they_are=group.gathers_itself or is_as_computed,
@@ -137,12 +151,15 @@ class BufferPlan:
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
             reduced_by_rank=by_piece.together(mesh.num_owners),
+            padding=_padding_of(reduced) if mesh.comm.encodes_gradients else (),
             owned=None if mesh.in_order is None else mesh.in_order.sizes(by_piece),
         )
 
     def fill_by(self, transport: Transport) -> Fill:
         if self.gathers_itself:
             return Fill.BY_SUBCLASS
+        if self.is_encoded:
+            return Fill.ENCODED
         if transport.shares_memory:
             return Fill.FROM_RANKS
         if self.may_gather_each and self.row_bytes >= transport.each_from_bytes:
@@ -175,3 +192,9 @@ class BufferPlan:
         """
         scales_sum = self.scales_sums or may_borrow or self.owned is not None
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)
+
+
+def _padding_of(packing: Packing) -> tuple[Extent, ...]:
+    """Returns the extents of the rows, without flags, that hold no element."""
+    by_rank = enumerate(packing.starts)
+    return tuple(each.shifted(start) for rank, start in by_rank for each in packing.unused_of(rank))

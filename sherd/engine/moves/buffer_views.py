@@ -7,7 +7,7 @@ lists of views, so that one foreach copy moves all tensors of a group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -373,8 +373,8 @@ class ReduceBuffer:
         self.buffer.tensor.copy_(rows.buffer.tensor)
         self.filled.update(rows.filled)
 
-    def complete(self) -> None:
-        """Write the flags, and zeros in the place of each gradient that is missing."""
+    def complete(self, padding: Sequence[Extent] = ()) -> None:
+        """Write the flags, and zeros in the place of each gradient that is missing, and of `padding`."""
         if not self.filled:
             self._allocate()
         missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
@@ -384,3 +384,5 @@ class ReduceBuffer:
             flags.fill_(1)
             for index in missing:
                 flags[:, index : index + 1] = 0
+        for gap in padding:
+            self.buffer.tensor[gap.start : gap.stop].zero_()

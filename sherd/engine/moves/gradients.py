@@ -582,7 +582,7 @@ class Gradients:
         group, mesh, plan = self.group, self.group.mesh, self._plan
         if group.takes_any_gradient:
             self._shards.take_dtype(rows.dtype, policy, is_added=self.partial is not None)
-        rows.complete()
+        rows.complete(plan.padding)
         sizes, reduce_dtype = plan.reduced_by_rank, self._shards.form.reduce_dtype
         result: list[torch.Tensor] = []
         # The rows of one rank are the sum, which goes to host memory on the lane that owns them.

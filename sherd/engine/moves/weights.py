@@ -27,7 +27,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.failures import own_rank
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import CommStream, Handoff, Streams
-from sherd.comm.transport import CopyIntoPlace, Pending, Transport
+from sherd.comm.transport import CopyIntoPlace, Pending, Sizes, Transport, parts
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.buffer_views import copy_out, tensor_in
@@ -296,6 +296,7 @@ class Weights(Position, saved.StorageOwner):
         self._lane_owns_buffer = False
         self._transport: Transport | None = None  # of the last gather
         self._fill = Fill.FROM_ROWS  # by that transport
+        self._encoded: tuple[int, torch.Tensor] | None = None  # this rank's shard, and its version
 
     def _make(self) -> UnshardedBuffer:
         """Make the unsharded buffer in the present dtype, and the parameters in it."""
@@ -375,6 +376,8 @@ class Weights(Position, saved.StorageOwner):
                 yield MemoryKind.ROWS, self._flight.rows
             for source in self._flight.sources:  # may be a part of the rows
                 yield MemoryKind.SENT, source
+        if self._encoded is not None:
+            yield MemoryKind.SENT, self._encoded[1]
 
     @property
     def unsharded_bytes(self) -> int:
@@ -417,13 +420,15 @@ class Weights(Position, saved.StorageOwner):
             self._flight = Flight(handoff, (group.shard_buffer,), group.version)
         elif self._fill is Fill.FROM_RANKS:
             self._flight = self._gather_from_ranks(transport, unsharded)
+        elif self._fill is Fill.ENCODED and not full_precision:
+            self._flight = self._gather_encoded(transport)
         else:
             self._flight = self._gather_rows(transport, unsharded)
 
     def _gather_rows(self, transport: Transport, unsharded: UnshardedBuffer) -> Flight:
         """Start to gather the rows, which are copied out later, or the unsharded buffer itself."""
         group = self.group
-        in_place = self._fill is not Fill.FROM_ROWS
+        in_place = self._fill not in (Fill.FROM_ROWS, Fill.ENCODED)
         is_copied = group.fetched is None and (group.is_offloaded or group.dtype != self._dtype)
         self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
@@ -447,6 +452,42 @@ class Weights(Position, saved.StorageOwner):
 
         handoff = self._streams.gather.run(start)
         return Flight(handoff, tuple(flight[1:]), group.version, None if in_place else flight[0])
+
+    def _gather_encoded(self, transport: Transport) -> Flight:
+        """Start to gather the encoded shards. This rank's is encoded once for all gathers until shards are written."""
+        group, flight, self._lane_owns_buffer = self.group, list[torch.Tensor](), False
+        codec = group.mesh.gather_codec
+        assert codec is not None, "the plan says that it is encoded"
+        from sherd.comm.codecs import encode_parts  # of few policies, so loaded late
+
+        lengths = Sizes(map(codec.num_bytes, group.shard_sizes))
+
+        def start(async_op: bool) -> Pending | None:
+            if self._encoded is None or self._encoded[0] != group.version:
+                own = group.source(group.dtype if group.fetched is None else self._dtype)
+                own = _without_padding(group, own)
+                self._encoded = group.version, encode_parts(codec, own, [own.numel()])[0]
+            flight.append(transport.empty(sum(lengths), torch.uint8, group.device))
+            return transport.all_gather(flight[0], self._encoded[1], lengths, async_op)
+
+        handoff = self._streams.gather.run(start)
+        assert self._encoded is not None, "`start` was called"
+        return Flight(handoff, (self._encoded[1],), group.version, flight[0])
+
+    def _decode(self, encoded: torch.Tensor, unsharded: UnshardedBuffer) -> None:
+        """Fill the unsharded buffer with what `encoded` holds, one rank's part after the other."""
+        group, codec = self.group, self.group.mesh.gather_codec
+        assert codec is not None, "it was encoded"
+        own_rows = parts(unsharded.rows, group.shard_sizes) if self.plan.may_be_rows else None
+        lengths = list(map(codec.num_bytes, group.shard_sizes))
+        for rank, of_rank in enumerate(parts(encoded, lengths)):
+            if own_rows is not None:
+                codec.decode(of_rank, own_rows[rank])
+                continue
+            part = torch.empty(group.shard_sizes[rank], dtype=self._dtype, device=group.device)
+            codec.decode(of_rank, part)
+            for piece, elements in group.pieces_of(rank, part):
+                unsharded.copy_out.copy_into_place(piece, elements)
 
     def _strips(
         self, unsharded: UnshardedBuffer, source: torch.Tensor | None
@@ -522,7 +563,10 @@ class Weights(Position, saved.StorageOwner):
         if flight.rows is not None:
             # Only now, on compute's stream: while the gather ran ahead there were the rows alone.
             unsharded.buffer.allocate()
-            unsharded.copy_out(flight.rows)
+            if flight.rows.dtype is torch.uint8 and self._dtype is not torch.uint8:
+                self._decode(flight.rows, unsharded)
+            else:
+                unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has
             # copied it out. test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             if not self._streams.in_host_order:
@@ -537,6 +581,7 @@ class Weights(Position, saved.StorageOwner):
         """Log, once in a process, that ranks have cut different weights into one model."""
         mesh = self.group.mesh
         brings_values = self._transport is mesh.shard_transport and mesh.shard_group is not None
+        brings_values = brings_values and not self.plan.is_encoded
         if not brings_values or dist.get_backend(mesh.shard_group) == "fake":
             return  # nothing is sent, or a user's collective, which may round
         pairs = zip(self.group.parameters, unsharded.parameters, strict=True)
@@ -590,6 +635,18 @@ class Weights(Position, saved.StorageOwner):
     def _may_keep_part(self) -> bool:
         """True if the gathered buffers are unchanged. If not, backward gathers all shards again."""
         return True
+
+
+def _without_padding(group: Group, shard: torch.Tensor) -> torch.Tensor:
+    """Returns `shard`, as `group.source` gives it, with zeros in the place of padding: a copy, if there is padding."""
+    pieces = group.mesh.pieces_of(group.mesh.shard_rank)
+    starts = (group.packing.starts[piece] - group.packing.starts[pieces.start] for piece in pieces)
+    by_piece = zip(pieces, starts, strict=True)
+    padding = [gap.shifted(start) for piece, start in by_piece for gap in group.packing.unused_of(piece)]
+    shard = shard.detach().clone() if padding else shard
+    for gap in padding:
+        shard[gap.start : gap.stop].zero_()
+    return shard
 
 
 def _of_lost(names: list[str]) -> StateError:

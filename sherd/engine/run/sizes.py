@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sherd.comm.collectives import UsersCollectives
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
@@ -42,11 +44,11 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
     return GroupSizes(
-        shards=_shard_bytes(group, plan),
+        shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
         kept=kept,
         is_renewed=plan.frees_unsharded,
-        rows=weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0,
+        rows=_row_bytes(weights, fill),
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
         part=0 if reshard is None or isinstance(reshard, bool) or mesh.only_sums else weights.part_bytes(reshard),
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
@@ -63,6 +65,20 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         is_offloaded=group.is_offloaded,
         stores_at_once=stores_at_once,
     )
+
+
+def _row_bytes(weights: Weights, fill: Fill) -> int:
+    group, plan = weights.group, weights.plan
+    if fill is Fill.ENCODED:
+        # One rank's part at a time, for which our codecs take two temporaries of float32.
+        itemsize = (0 if plan.may_be_rows else group.compute_dtype.itemsize) + 8
+        return _encoded_bytes(group, fill, group.shard_sizes) + max(group.shard_sizes) * itemsize
+    return weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0
+
+
+def _encoded_bytes(group: Group, fill: Fill, sizes: Sequence[int]) -> int:
+    codec = group.mesh.gather_codec
+    return sum(map(codec.num_bytes, sizes)) if codec is not None and fill is Fill.ENCODED else 0
 
 
 def _shard_bytes(group: Group, plan: BufferPlan) -> int:

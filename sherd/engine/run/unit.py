@@ -23,14 +23,21 @@ from sherd.engine.state.ownership import UNIT
 from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import PolicyError, StateError, WrapperStateError
-from sherd.policy import MixedPrecisionPolicy, SavedOnHost, UnitPolicy, UnshardTerms
+from sherd.policy import CommPolicy, MixedPrecisionPolicy, SavedOnHost, UnitPolicy, UnshardTerms
 from sherd.schedule.state import Live
 
 _ids = itertools.count()
 
 
-def _require_in_order(name: str, fields: Mapping[str, object]) -> None:
-    """Raise PolicyError if a policy with `fields` has gradients added up elsewhere than in the order of ranks."""
+def _require_allowed(name: str, comm: CommPolicy, fields: Mapping[str, object]) -> None:
+    """Raise PolicyError if a policy with `fields` contradicts how `comm` has gradients travel and added up."""
+    if comm.encodes_gradients and fields.get("reduce_unused") is False:
+        raise PolicyError(
+            f"unit {name} sends gradients by a codec, without flags that say which ones are missing; leave "
+            "set_reduce_scatter_unused_params(False) out, or send a dtype"
+        )
+    if not comm.sums_in_order:
+        return
     if fields.get("reduce_gradients") is False:
         raise PolicyError(
             f"unit {name} adds gradients up in the order of ranks, and without a reduction (no_sync, a pipeline) each "
@@ -264,8 +271,8 @@ class Unit(UnitGroups):
         Raises:
             StateError: the groups would change, and gradients wait for a reduction.
         """
-        if self.mesh.sums_in_order:
-            _require_in_order(self.name, fields)
+        if self.mesh.limits_policies:
+            _require_allowed(self.name, self.mesh.comm, fields)
         before, grouping = self.policy, self._grouping()
         self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
         self.was_unsynced |= not (self.policy.reduce_gradients and self.policy.all_reduce_gradients)

@@ -428,7 +428,9 @@ class Group:
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
         may_lack = is_part or mesh.comm.divergence == "join"
-        self.num_flags = 0 if is_one_large and not may_lack else len(self.parameters)
+        # In a block with small gradients a flag would round them to 0: such units reduce unused parameters, too.
+        has_none = mesh.comm.encodes_gradients or (is_one_large and not may_lack)
+        self.num_flags = 0 if has_none else len(self.parameters)
         is_fetched = mesh.shards_replicas or (place.keeps_copies and not self.gathers_itself)
         self.fetched = FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh) if is_fetched else None
         self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None

@@ -143,9 +143,7 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         mesh = group.mesh
         sent = plan.reduced_by_piece if group.trained else ()
         yield Traffic(
-            gathered=0
-            if plan.is_never_gathered or mesh.only_sums
-            else group.packing.gathered_numel * group.compute_dtype.itemsize,
+            gathered=0 if plan.is_never_gathered or mesh.only_sums else _gathered(group),
             reduced=_reduced(mesh.comm.reduce, sent, group.reduce_dtype) if mesh.num_shards > 1 else 0,
             all_reduced=_reduced(mesh.comm.reduce_replicas or mesh.comm.reduce, sent, group.reduce_dtype)
             // mesh.num_shards
@@ -155,6 +153,14 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             shard=group_of(mesh.shard_group),
             replicate=group_of(mesh.replicate_group),
         )
+
+
+def _gathered(group: Group) -> int:
+    """Returns the bytes of a gather of all ranks' shards."""
+    codec = group.mesh.gather_codec
+    if codec is not None and group.compute_dtype.is_floating_point:
+        return sum(map(codec.num_bytes, group.shard_sizes))
+    return group.packing.gathered_numel * group.compute_dtype.itemsize
 
 
 def _reduced(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
