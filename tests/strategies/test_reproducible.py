@@ -180,6 +180,7 @@ def test_fifty_steps_have_the_same_bits(num_ranks, optimizer, world):
         assert_same(found, expected)
 
 
+@pytest.mark.front("The same bits on any number of ranks")
 def test_six_ranks_have_the_bits_of_one(world, threads):
     expected = expected_of(world, "zero3", "adamw", 3)
     for found in threads(6).run(trained, WAYS["zero3"], adamw, 3):
