@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sherd.backward_steps import step_in_backward as step_in_backward
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
-    from sherd.comm.codecs import codec as codec
+    from sherd.codecs import codec as codec
     from sherd.deltas.delta import WeightDelta as WeightDelta
     from sherd.deltas.delta import WeightReceiver as WeightReceiver
     from sherd.deltas.marks import WeightMark as WeightMark
@@ -165,7 +165,7 @@ _HOMES = {
     "capturable": "sherd.tools.verify.capture",
     "chunked_cross_entropy": "sherd.api.tiles",
     "clip_grad_norm_": "sherd.clip",
-    "codec": "sherd.comm.codecs",
+    "codec": "sherd.codecs",
     "explain_memory": "sherd.tools.plan.explaining",
     "explain_migration": "sherd.tools.migrate",
     "flatten_optimizer": "sherd.optim",

@@ -196,7 +196,7 @@ class DataMesh:
         """What encodes parameters for their gathers along the shard axis."""
         if self.comm.gather is None or self.num_shards == 1:
             return None
-        from sherd.comm.codecs import codec_of  # of few policies, so loaded late
+        from sherd.codecs import codec_of  # of few policies, so loaded late
 
         return codec_of(self.comm.gather)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from sherd.comm.codecs import codec_of, decode_parts, encode_parts
+from sherd.codecs import codec_of, decode_parts, encode_parts
 from sherd.comm.transport import Pending, Sizes, Transport, parts, then
 from sherd.policy import Codec, Reduction
 

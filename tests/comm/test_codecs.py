@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sherd
-from sherd.comm.codecs import FORMATS, checked, random_bits, round_to_bf16
+from sherd.codecs import FORMATS, checked, random_bits, round_to_bf16
 from sherd.errors import PolicyError, PolicyTypeError
 
 LARGEST = torch.finfo(torch.float32).max

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
-from sherd.comm.codecs import BlockCodec
+from sherd.codecs import BlockCodec
 from sherd.errors import PolicyError, PolicyTypeError
 from tests.support.ranks.bodies import on_processes
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.comm.codecs import codec
+from sherd.codecs import codec
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.owner_sums import OwnerSums, SumsInOrder, cut
 from sherd.comm.transport import Sizes, parts

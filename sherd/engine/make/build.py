@@ -124,7 +124,7 @@ class Construction:
 constructions: weakref.WeakKeyDictionary[Unit, Construction] = weakref.WeakKeyDictionary()
 
 LIBRARY = Path(__file__).parents[2]
-TRACED = {"api", "fsdp1", "uneven", "interop", "memory", "requirements", "wrap", "tools", "train", "cli"}
+TRACED = {"api", "codecs", "fsdp1", "uneven", "interop", "memory", "requirements", "wrap", "tools", "train", "cli"}
 """Packages with models of their own, or with functions that call the user's, and what these call."""
 
 

@@ -458,7 +458,7 @@ class Weights(Position, saved.StorageOwner):
         group, flight, self._lane_owns_buffer = self.group, list[torch.Tensor](), False
         codec = group.mesh.gather_codec
         assert codec is not None, "the plan says that it is encoded"
-        from sherd.comm.codecs import encode_parts  # of few policies, so loaded late
+        from sherd.codecs import encode_parts  # of few policies, so loaded late
 
         lengths = Sizes(map(codec.num_bytes, group.shard_sizes))
 
