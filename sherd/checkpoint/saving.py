@@ -303,8 +303,13 @@ def _private(holdings: list[_Holding]) -> list[str]:
     return [
         key
         for key, of in held.items()
-        if key not in one and None not in of and (key in absent or len(set(map(repr, of))) > 1)
+        if key not in one and None not in of and (key in absent or len(set(map(_value_of, of))) > 1)
     ]
+
+
+def _value_of(description: _Description | None) -> str:
+    """Returns what is equal for equal values, also if one rank's has the shape of its part."""
+    return (description.digest if description is not None else "") or repr(description)
 
 
 def _of_one_rank(holdings: list[_Holding]) -> list[str]:
@@ -333,7 +338,11 @@ def _described(key: str, value: object, entry: OptimizerEntry, digests: bool = T
         if kind is StateKind.OTHER and owned_layout(value) is not None:
             return _Description(AT_OWNER, value.dtype, tuple(value.shape))
         if kind is StateKind.ELEMENTS:
-            return _Description(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)
+            if isinstance(value, DTensor):
+                return _Description(PART, value.dtype)
+            # Of a shape that few elements have by coincidence: then ranks compare the values.
+            is_hashed = digests and value.numel() < 4096
+            return _Description(LIKE_PART, value.dtype, digest=_digest(value) if is_hashed else "")
         if kind is StateKind.NUMBER:
             return _Description(NUMBER, value.dtype, value.item())
     if value is None or isinstance(value, bool | int | float | str):
@@ -355,7 +364,9 @@ def _agreed(entry: OptimizerEntry, holdings: list[_Holding]) -> dict[str, _Descr
     def resolved(key: str, value: _Description) -> _Description:
         if value.kind != LIKE_PART:
             return value
-        return _Description(OTHER, None, "Tensor") if key in not_parts else _Description(PART, value.dtype)
+        if key not in not_parts:
+            return _Description(PART, value.dtype)
+        return _Description(OTHER, None, "Tensor", value.digest)
 
     by_rank = [{key: resolved(key, value) for key, value in described.items()} for _, described in holdings]
     expected: dict[str, _Description] = {}

@@ -41,8 +41,8 @@ from sherd.tensor.structures import map_tensors, tensors_held_by, tensors_in
 _BORDERS = "sherd_borders"
 """The key of a list of `_Border` in the metadata of an autograd node."""
 
-_TAKER = "sherd_taker"
-"""The key of the unit that took the result of an autograd node last."""
+_TAKERS = "sherd_takers"
+"""The key of a tuple of the units that took the result of an autograd node, the last one last."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())).union(Unit.ATTRIBUTES)
 """The attributes of a module that hold nothing from a forward: parameters, buffers, hooks, and sherd's."""
@@ -133,7 +133,9 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
             inputs = _inputs_in(args, kwargs)
         nodes = _nodes_of(inputs)
         for node in nodes:
-            if (taker := node.metadata.get(_TAKER)) is None or runtime.is_running(taker):
+            takers = node.metadata[_TAKERS] if _TAKERS in node.metadata else ()  # noqa: SIM401  # `get` is a call
+            # A unit that takes it again is computed again by a checkpoint, which counts operations.
+            if not takers or unit in takers or runtime.is_running(takers[-1]):
                 break
         else:
             if nodes and not are_transforms_active():
@@ -142,7 +144,9 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
                 args, kwargs = map_tensors(_view, (args, kwargs))
                 nodes = [tensor.grad_fn for tensor in _inputs_in(args, kwargs) if tensor.requires_grad]
         for node in nodes:
-            node.metadata[_TAKER] = unit
+            takers = node.metadata[_TAKERS] if _TAKERS in node.metadata else ()  # noqa: SIM401  # `get` is a call
+            if unit not in takers:
+                node.metadata[_TAKERS] = (*takers, unit)
             borders = _borders_of(node)
             # Backward is not past the unit where an output of the unit is its input again.
             if not [giver for giver, is_output, _ in borders if is_output and giver is unit]:
