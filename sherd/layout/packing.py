@@ -143,20 +143,12 @@ class Packing:
 
     @cached_property
     def gaps(self) -> tuple[Extent, ...]:
-        """The extents of the rows that belong to no tensor. Only for a packing that is cut into runs."""
-        assert self.is_cut_into_runs, "other padding repeats rank by rank, and is never read"
-        ordered = _ordered([slot.unsharded for slot in self.slots])
-        ends = [0, *(extent.stop for extent in ordered)]
-        starts = [*(extent.start for extent in ordered), self.gathered_numel]
-        return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+        """The extents of the rows that belong to no tensor, rank by rank."""
+        by_rank = enumerate(self.starts)
+        return tuple(gap.shifted(start) for rank, start in by_rank for gap in self.gaps_of(rank))
 
     def gaps_of(self, rank: int) -> tuple[Extent, ...]:
-        own = Extent(self.starts[rank], self.shard_numels[rank])
-        parts = (own.intersect(gap) for gap in self.gaps)
-        return tuple(part.shifted(-own.start) for part in parts if part.numel)
-
-    def unused_of(self, rank: int) -> tuple[Extent, ...]:
-        """Returns the extents of `rank`'s shard buffer that hold no element, of any packing."""
+        """Returns the extents of `rank`'s shard buffer that belong to no tensor."""
         held = _ordered([extent for slot in self.slots if (extent := slot.held(rank)).numel])
         starts, ends = [*(each.start for each in held), self.shard_numels[rank]], [0, *(each.stop for each in held)]
         return tuple(Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)

@@ -18,7 +18,6 @@ from sherd.comm.transport import Sizes, Transport
 from sherd.engine.state.group import Group, is_large
 from sherd.errors import PolicyError
 from sherd.layout.extent import Extent
-from sherd.layout.packing import Packing
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
@@ -151,7 +150,7 @@ class BufferPlan:
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
             reduced_by_rank=by_piece.together(mesh.num_owners),
-            padding=_padding_of(reduced) if mesh.comm.encodes_gradients else (),
+            padding=reduced.gaps if mesh.comm.encodes_gradients else (),
             owned=None if mesh.in_order is None else mesh.in_order.sizes(by_piece),
         )
 
@@ -192,9 +191,3 @@ class BufferPlan:
         """
         scales_sum = self.scales_sums or may_borrow or self.owned is not None
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)
-
-
-def _padding_of(packing: Packing) -> tuple[Extent, ...]:
-    """Returns the extents of the rows, without flags, that hold no element."""
-    by_rank = enumerate(packing.starts)
-    return tuple(each.shifted(start) for rank, start in by_rank for each in packing.unused_of(rank))

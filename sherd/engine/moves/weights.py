@@ -478,12 +478,13 @@ class Weights(Position, saved.StorageOwner):
         """Fill the unsharded buffer with what `encoded` holds, one rank's part after the other."""
         group, codec = self.group, self.group.mesh.gather_codec
         assert codec is not None, "it was encoded"
-        own_rows = parts(unsharded.rows, group.shard_sizes) if self.plan.may_be_rows else None
+        if self.plan.may_be_rows:
+            from sherd.codecs import decode_parts  # of few policies, so loaded late
+
+            decode_parts(codec, encoded, group.shard_sizes, unsharded.rows)
+            return
         lengths = list(map(codec.num_bytes, group.shard_sizes))
         for rank, of_rank in enumerate(parts(encoded, lengths)):
-            if own_rows is not None:
-                codec.decode(of_rank, own_rows[rank])
-                continue
             part = torch.empty(group.shard_sizes[rank], dtype=self._dtype, device=group.device)
             codec.decode(of_rank, part)
             for piece, elements in group.pieces_of(rank, part):
@@ -642,7 +643,7 @@ def _without_padding(group: Group, shard: torch.Tensor) -> torch.Tensor:
     pieces = group.mesh.pieces_of(group.mesh.shard_rank)
     starts = (group.packing.starts[piece] - group.packing.starts[pieces.start] for piece in pieces)
     by_piece = zip(pieces, starts, strict=True)
-    padding = [gap.shifted(start) for piece, start in by_piece for gap in group.packing.unused_of(piece)]
+    padding = [gap.shifted(start) for piece, start in by_piece for gap in group.packing.gaps_of(piece)]
     shard = shard.detach().clone() if padding else shard
     for gap in padding:
         shard[gap.start : gap.stop].zero_()
