@@ -150,6 +150,19 @@ def held_low_bits(masters: dict[str, torch.Tensor]) -> bool:
 
 
 @on_threads(2)
+def test_what_is_written_after_a_step_that_shards_another_model_is_its_own_master():
+    model, optimizer = stepped()
+
+    def closure() -> None:
+        model(torch.ones(3, 24, dtype=torch.bfloat16)).float().square().mean().backward()
+        sharded(MASTERS, torch.bfloat16)
+
+    optimizer.step(closure)
+    model.load_state_dict(model.state_dict())
+    assert_written(model, masters_of(model), None, list(masters_of(model)))
+
+
+@on_threads(2)
 def test_what_is_only_looked_at_keeps_its_low_bits():
     model, optimizer = stepped()
     ema = sherd.Ema(model, decay=0.5)

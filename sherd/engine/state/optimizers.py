@@ -114,8 +114,9 @@ class _Watcher:
     """The global hooks on all optimizers' steps, the hook on each one's loads, and the units that each one steps."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[object, ...], list[weakref.ref[Owner]]]]
         self._known = weakref.WeakKeyDictionary()
+        self._last_change = object()
         self._load_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -138,16 +139,18 @@ class _Watcher:
 
     def sharded_again(self) -> None:
         """Examine every optimizer again at its next step, since parameters were replaced."""
-        self._known.clear()
+        # What is known stays: a closure, or another thread, may shard in the middle of a step, whose end needs it.
+        self._last_change = object()
 
     def adopt(self, optimizer: Optimizer) -> list[weakref.ref[Owner]]:
         """Give `optimizer` the shards of its parameters. Returns the units that it steps. Raises as `_adopt` does."""
         known = self._known.get(optimizer)
         # A step compares the sizes of the groups and looks at no parameter: test_an_optimizer_is_looked_at_once.
-        if known is None or known[0] != _sizes(optimizer):
+        now = (self._last_change, *_sizes(optimizer))
+        if known is None or known[0] != now:
             owners = _adopt(optimizer)
             self._warn(optimizer, owners)
-            # `_known` does not tell, for it is cleared after each change. A second hook would do the check twice.
+            # Once: a second hook would do the check twice.
             if optimizer not in self._load_hooked:
                 # An optimizer around another one, as accelerate's, may have no hooks; the one inside has.
                 with contextlib.suppress(AttributeError):
@@ -155,7 +158,7 @@ class _Watcher:
                     if isinstance(optimizer, Adam):
                         optimizer.register_load_state_dict_pre_hook(_without_muons)
                 self._load_hooked.add(optimizer)
-            self._known[optimizer] = known = (_sizes(optimizer), owners)
+            self._known[optimizer] = known = (now, owners)
         return known[1]
 
     def inside_of_steps(self, hook: StepHook) -> None:
