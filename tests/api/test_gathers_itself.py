@@ -16,7 +16,7 @@ from sherd._torch import local_tensor
 from sherd.engine.moves.selfgather import RELEASES
 from sherd.engine.run.sizes import sizes_of
 from sherd.engine.run.unit import Unit
-from sherd.errors import CheckpointError, PlacementError
+from sherd.errors import CheckpointError, GradientError, PlacementError
 from sherd.schedule.moments import MemoryKind
 from tests.api.checks import assert_refuses, untouched
 from tests.support.models.specimen import WIDTH
@@ -58,7 +58,7 @@ class Halves(torch.Tensor):
         return self.halves, None
 
     def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
-        return None if out is not None else (Halves(*gathered), gathered)
+        return None if out is not None else (type(self)(*gathered), gathered)
 
 
 class Choosy(Halves):
@@ -123,6 +123,50 @@ def test_what_a_later_gather_notes_is_on_the_parameter_that_modules_see():
         model(inputs(dist.get_rank())).sum().backward()
     first, second, third = seen
     assert first == 0 < second < third
+
+
+class Product(torch.autograd.Function):
+    """As torchao's product in MXFP8, it saves what is inside of a weight, a tensor that was gathered."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        first, second = weight.halves
+        ctx.save_for_backward(x, first, second)
+        return x @ (first + second).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, first, second = ctx.saved_tensors
+        return grad @ (first + second), grad.t() @ x
+
+
+class Multiplied(Halves):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return Product.apply(*args[:2])
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(*args[0].halves)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@on_threads(1, 2)
+def test_what_is_inside_of_a_weight_may_be_saved_for_backward_but_not_over_a_step():
+    plain, model = made(), made(partial(in_halves, kind=Multiplied))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    for _ in range(2):
+        assert_same_gradients(model, plain)
+    loss = model(inputs(0)).square().sum()
+    torch.autograd.graph.increment_version(model[2].weight)  # as an optimizer's step does
+    model(inputs(0))
+    with pytest.raises(GradientError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("kind", [Halves, Choosy])

@@ -102,6 +102,14 @@ def in_few_bits(kind):
         float8 = pytest.importorskip("torchao.float8")
         config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
         float8.convert_to_float8_training(model, config=config)
+    elif kind == "mxfp8":
+        mxfp8 = pytest.importorskip("torchao.prototype.moe_training.tensor")
+        kernels = pytest.importorskip("torchao.quantization.quantize_.common").KernelPreference
+        emulated = mxfp8.MXFP8TrainingOpConfig(kernel_preference=kernels.EMULATED)
+        model.to(torch.bfloat16)
+        for layer in (model[0], model[2]):
+            weight = mxfp8.MXFP8TrainingWeightWrapperTensor(layer.weight.detach(), emulated)
+            layer.weight, layer.bias = nn.Parameter(weight), None
     else:
         training = pytest.importorskip("torchao.prototype.quantized_training")
         quantization.quantize_(model, getattr(training, kind)())
@@ -112,12 +120,13 @@ def steps_in_few_bits(kind, is_sharded):
     """Losses of four steps, all ranks on one batch. A weight's scale changes with each step."""
     with torch.compiler.set_stance("force_eager"):
         model = in_few_bits(kind)
+        precision = sherd.MixedPrecisionPolicy(torch.bfloat16 if kind == "mxfp8" else None)
         for layer in (model[0], model[2], model) if is_sharded else ():
-            sherd.fully_shard(layer)
+            sherd.fully_shard(layer, mp_policy=precision)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)).to(model[0].weight.dtype)
         for _ in range(4):
-            loss = model(x).square().mean()
+            loss = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -125,7 +134,7 @@ def steps_in_few_bits(kind, is_sharded):
     return torch.tensor(losses)
 
 
-KINDS = ("float8", "bitnet_training", "int8_mixed_precision_training")
+KINDS = ("float8", "mxfp8", "bitnet_training", "int8_mixed_precision_training")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

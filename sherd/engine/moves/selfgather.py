@@ -17,21 +17,23 @@ Only the subclass knows what the tensors mean; k such parts in a row are the sam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sherd._torch import increment_versions
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.weights import Flight, Unsharded, Weights
+from sherd.engine.moves.weights import VERSION, Flight, Unsharded, Weights
 from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.policy import MixedPrecisionPolicy
@@ -48,9 +50,19 @@ class _Terms:
 
 
 class _Unsharded(Unsharded):
-    """The gathered buffers, and the unsharded `tensor` that the subclass made of them at the first gather."""
+    """The gathered buffers, and the unsharded `tensor` that the subclass made of them at the first gather.
+
+    Attributes:
+        given: the gathered buffers as the subclass gets them. Their versions, which autograd compares where it saved
+            one for backward, are their own: an all-gather that fills the buffers again leaves them alone.
+    """
 
     tensor: torch.Tensor | None = None
+
+    def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
+        super().__init__(records, gathered)
+        with torch.inference_mode(False):
+            self.given = tuple(buffer.tensor.data for buffer in gathered)
 
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
         """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`.
@@ -64,10 +76,20 @@ class _Unsharded(Unsharded):
         self.buffers = (*self.gathered, *map(Buffer.of, inner))
         self.parameters = [parameter]
 
+    def arrived(self, as_of: list[tuple[int, bool]]) -> None:
+        """Note that the buffers are filled. Of other shards than before they count as modified in place, as in `show`."""
+        if as_of != self._as_of:
+            increment_versions(self.given)
+        self._arrived = self._now
+
     @property
-    def versions(self) -> tuple[int, ...]:
-        """The version of each gathered buffer. They change if the subclass writes in them."""
-        return tuple(buffer.tensor._version for buffer in self.gathered)
+    def _now(self) -> tuple[int, ...]:
+        return tuple(map(VERSION, self.given))
+
+    @property
+    def are_as_gathered(self) -> bool:
+        """Whether the subclass has left the gathered buffers as they came."""
+        return self._arrived == self._now
 
 
 class SelfGatheredWeights(Weights):
@@ -90,7 +112,6 @@ class SelfGatheredWeights(Weights):
         self._precision = replace(precision, param_dtype=self._record.param_dtype, param_dtype_override_fn=None)
         self._releases = _releases_gathered(self._record.name, self._record.local)
         self._terms: _Terms | None = None
-        self._arrived: tuple[int, ...] = ()  # the versions of the gathered buffers after the all-gather
 
     @property
     def _cut(self) -> Cut:
@@ -168,11 +189,11 @@ class SelfGatheredWeights(Weights):
         unsharded, terms = self.made, self._terms
         assert unsharded is not None and terms is not None, "an all-gather is waited for once it was started"
         gathered = tuple(
-            self._trimmed(buffer.tensor.view(self.group.packing.num_ranks, *shape))
-            for buffer, shape in zip(unsharded.gathered, terms.shapes, strict=True)
+            self._trimmed(each.view(self.group.packing.num_ranks, *shape))
+            for each, shape in zip(unsharded.given, terms.shapes, strict=True)
         )
         # Before the subclass gets the buffers. If it writes in them, a part of them would be of no use in backward.
-        self._arrived = unsharded.versions
+        unsharded.arrived(self.as_of)
         if unsharded.tensor is not None:
             for buffer in unsharded.buffers:
                 buffer.allocate()
@@ -205,7 +226,7 @@ class SelfGatheredWeights(Weights):
     @property
     def _may_keep_part(self) -> bool:
         """True if the gathered buffers are kept, unchanged by the subclass."""
-        return not self._releases and self.made is not None and self._arrived == self.made.versions
+        return not self._releases and self.made is not None and self.made.are_as_gathered
 
     def free(self, keeps_storage: bool = False) -> None:
         """Show the shard again, and free the memory unless it `keeps_storage`, whatever the state."""
