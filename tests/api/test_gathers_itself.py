@@ -140,19 +140,30 @@ class Product(torch.autograd.Function):
         return grad @ (first + second), grad.t() @ x
 
 
-class Multiplied(Halves):
+class Sliced(Halves):
+    """Views of it have the halves' memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is aten.detach.default:
+            return cls(*args[0].halves)
+        if function in VIEWS:
+            results = [function(half, *args[1:], **(kwargs or {})) for half in args[0].halves]
+            return cls(*results) if isinstance(results[0], torch.Tensor) else list(map(cls, *results))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.slice.Tensor, aten.split.Tensor, aten.clone.default)
+
+
+class Multiplied(Sliced):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is nn.functional.linear:
             return Product.apply(*args[:2])
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return cls(*args[0].halves)
-        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 @on_threads(1, 2)
@@ -224,12 +235,37 @@ def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_
 
 
 @on_threads(2)
-def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
+def test_a_tensor_that_gathers_itself_is_not_cut_within_a_row():
     model = made(in_halves)
-    for placement in (Flat(), Blocks(1), Owned()):
+    for placement in (Flat(), Shard(1)):
         with untouched(model):
             words = ("0.weight", "Halves", "Shard(0)")
-            assert_refuses(partial(fully_shard, model, placement=placement), PlacementError, *words)
+            cut = partial(fully_shard, model, shard_placement_fn=lambda _, placement=placement: placement)
+            assert_refuses(cut, PlacementError, *words)
+
+
+class InParts(Sliced):
+    """What is sent has the rows of the shard, which may be none, and a scale, which looks like one row."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (*self.halves, torch.ones(1)), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
+        first, second, scales = gathered
+        assert scales.tolist() == [1.0] * dist.get_world_size()
+        return super().fsdp_post_all_gather((first, second), metadata, dtype, out=out)
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("placement", [Shard(0), Blocks(1), Blocks(2), Owned()], ids=str)
+@on_threads(1, 2, 3, 4)
+def test_ranks_with_other_numbers_of_rows_send_each_what_they_have(placement):
+    for reshard in (True, False, *([2] if dist.get_world_size() == 4 else [])):
+        plain, model = made(), made(partial(in_halves, kind=InParts))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, reshard_after_forward=reshard, shard_placement_fn=lambda _: placement)
+        for _ in range(2):
+            assert_same_gradients(model, plain)
 
 
 @on_processes(2)  # without the refusal a rank dies of a signal

@@ -106,7 +106,7 @@ def sharding_plans(
             if placement is None or isinstance(placement, RunPlacement):
                 placement = Shard(0) if data.shape else Replicate()
             cut = placement.cut(tuple(data.shape), mesh.num_shards, name, mesh.num_owners)
-            require_can_gather_itself(name, data.data, cut, mesh)
+        require_can_gather_itself(name, data.data, cut, mesh)
         # A replicated parameter is a DTensor on the mesh of the unit's others, as torch's operations on both ask for.
         shown, cut_shown = mesh, cut
         if request.replicated_over is not None:
@@ -237,10 +237,10 @@ def _cut_into_runs(
         placement, mesh = request.run_placement, request.mesh
         if placement is not None:
             data = _data(discovered)
-            if hasattr(data.data, "fsdp_pre_all_gather"):
+            if hasattr(data.data, "fsdp_pre_all_gather") and not placement.by_rows(tuple(data.shape)):
                 raise PlacementError(
-                    f"{discovered.name}: a {type(data.data).__name__} gathers itself and is cut on dim 0 only, not as "
-                    f"{placement}; let shard_placement_fn return Shard(0) for it"
+                    f"{discovered.name}: a {type(data.data).__name__} gathers itself and is cut between rows only, "
+                    f"not as {placement}; let shard_placement_fn return Shard(0) or Blocks(rows) for it"
                 )
             wanted[index] = Wanted(tuple(data.shape), placement, discovered.name)
             # A tensor that travels alone is cut evenly by itself. Where owners balance, all tensors share a plan.

@@ -8,7 +8,9 @@ int8 and NF4 tensors implement it on the shard's local tensor:
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=unsharded) -> None, the second time and later
     fsdp_should_release_all_gather_outputs_after_post_all_gather()           -> True: `gathered` may be freed after it
 
-For a smaller mesh of k ranks (`reshard_after_forward=k`) each rank keeps a k-th of every gathered tensor, as it came.
+Ranks with shards of other sizes may send tensors of other sizes: at the first gather they tell each other how large.
+
+For a smaller mesh of k ranks (`reshard_after_forward=k`) each rank keeps a k-th of every gathered tensor as it came.
 Only the subclass knows what the tensors mean; k such parts in a row are the same bytes, which it gets again:
 
     sent by rank  0 1 2 3     gathered  | 0 1 2 3 |     kept, k = 2  0: | 0 1 |  1: | 2 3 |  2: | 0 1 |  3: | 2 3 |
@@ -27,15 +29,17 @@ from torch import nn
 from sherd._torch import increment_versions
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
+from sherd.comm.objects import all_gather_objects
 from sherd.comm.streams import Streams
-from sherd.comm.transport import Transport
+from sherd.comm.transport import Sizes, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.weights import VERSION, Flight, Unsharded, Weights
+from sherd.engine.moves.weights import VERSION, Flight, Unsharded, Weights, parts_of
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
+from sherd.layout.runs import Runs
 from sherd.policy import MixedPrecisionPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import local_part
@@ -77,7 +81,7 @@ class _Unsharded(Unsharded):
         self.parameters = [parameter]
 
     def arrived(self, as_of: list[tuple[int, bool]]) -> None:
-        """Note that the buffers are filled. Of other shards than before they count as modified in place, as in `show`."""
+        """Note that the buffers are filled: modified in place, if shards were, as in `show`."""
         if as_of != self._as_of:
             increment_versions(self.given)
         self._arrived = self._now
@@ -112,12 +116,7 @@ class SelfGatheredWeights(Weights):
         self._precision = replace(precision, param_dtype=self._record.param_dtype, param_dtype_override_fn=None)
         self._releases = _releases_gathered(self._record.name, self._record.local)
         self._terms: _Terms | None = None
-
-    @property
-    def _cut(self) -> Cut:
-        cut = self._record.cut
-        assert cut.dim == 0, "a tensor that gathers itself is cut on dim 0"
-        return cut
+        self._sizes: tuple[Sizes, ...] = ()
 
     @property
     def is_unread(self) -> bool:
@@ -139,21 +138,39 @@ class SelfGatheredWeights(Weights):
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
-        gathered = self.made.gathered if self.made is not None else ()
-        return sum(buffer.tensor.numel() // size * buffer.tensor.element_size() for buffer in gathered)
+        gathered, at = self.made.gathered if self.made is not None else (), self.group.mesh.shard_rank % size
+        return sum(parts_of(each.tensor.numel(), size)[at] * each.tensor.element_size() for each in gathered)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
         """Ask the subclass what to send, and start to send it. The subclass chooses the dtype."""
-        group, num_ranks = self.group, self.group.packing.num_ranks
+        group = self.group
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
-        padded = tuple(self._padded(tensor) for tensor in tensors)
-        sources = tuple(tensor.contiguous().view(-1) for tensor in padded)
+        sources = tuple(tensor.contiguous().view(-1) for tensor in tensors)
+        self._sizes = self._sizes or self._agreed([source.numel() for source in sources])
         if self.made is None:
-            buffers = tuple(Buffer(num_ranks * each.numel(), each.dtype, group.device) for each in sources)
+            pairs = zip(sources, self._sizes, strict=True)
+            buffers = tuple(Buffer(sum(sizes), source.dtype, group.device) for source, sizes in pairs)
             self.made = _Unsharded(group.parameters, buffers)
-        self._terms = _Terms(tuple(tensor.shape for tensor in padded), metadata)
+        self._terms = _Terms(tuple(tensor.shape for tensor in tensors), metadata)
         # No sources here, because the handoff holds them until compute has waited.
-        self._flight = Flight(self._gather_into_buffers(transport, sources, num_ranks), (), group.version)
+        self._flight = Flight(self._gather_into_buffers(transport, sources, self._sizes), (), group.version)
+
+    def _agreed(self, own: list[int]) -> tuple[Sizes, ...]:
+        """Returns how many elements of each tensor the ranks send, of which this rank sends `own`.
+
+        Raises:
+            PlacementError: ranks send other numbers of tensors.
+        """
+        mesh, cut, num_ranks = self.group.mesh, self._record.cut, self.group.packing.num_ranks
+        if mesh.shard_group is None or len(set(map(cut.local_shape, range(num_ranks)))) == 1:
+            return tuple(Sizes((numel,) * num_ranks) for numel in own)
+        of_ranks = all_gather_objects(own, f"the sizes of what {self._record.name} gathers", mesh.shard_group)
+        if len({*map(len, of_ranks)}) > 1:
+            raise PlacementError(
+                f"{self._record.name}: fsdp_pre_all_gather returned {[*map(len, of_ranks)]} tensors on the ranks; have "
+                "it return equally many on each"
+            )
+        return tuple(map(Sizes, zip(*of_ranks, strict=True)))
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Call `fsdp_pre_all_gather` with as many arguments as it takes: its older form takes the mesh alone."""
@@ -166,32 +183,12 @@ class SelfGatheredWeights(Weights):
             tensors, metadata = local.fsdp_pre_all_gather(mesh, shape, stride, self._record.holder(), self._precision)
         return tuple(tensors), metadata
 
-    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` with as many rows as the rank that holds most, for all ranks must send equally much."""
-        cut = self._cut
-        most = max(rows.numel for rows in cut.rows)
-        num_rows = cut.rows[self.group.mesh.piece].numel
-        if num_rows == most or tensor.shape[:1] != (num_rows,):
-            return tensor
-        padded = tensor.new_zeros((most, *tensor.shape[1:]))
-        padded[:num_rows] = tensor
-        return padded
-
-    def _trimmed(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' shards one after the other, without the rows that `_padded` added."""
-        pieces = by_rank.flatten(0, 1) if by_rank.dim() > 1 else by_rank
-        most = max(rows.numel for rows in self._cut.rows)
-        return pieces[: self._record.shape[0]] if by_rank.shape[1:2] == (most,) else pieces
-
     def _land(self, flight: Flight) -> None:
         """Have the subclass make the unsharded parameter of the gathered tensors."""
         flight.handoff.wait()
         unsharded, terms = self.made, self._terms
         assert unsharded is not None and terms is not None, "an all-gather is waited for once it was started"
-        gathered = tuple(
-            self._trimmed(each.view(self.group.packing.num_ranks, *shape))
-            for each, shape in zip(unsharded.given, terms.shapes, strict=True)
-        )
+        gathered = tuple(each.view(-1, *shape[1:]) for each, shape in zip(unsharded.given, terms.shapes, strict=True))
         # Before the subclass gets the buffers. If it writes in them, a part of them would be of no use in backward.
         unsharded.arrived(self.as_of)
         if unsharded.tensor is not None:
@@ -261,14 +258,15 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: D
             f"{name}: a {type(tensor).__name__} gathers itself, from full shards, and replicas that own parts of a "
             "shard have none; let replicas be copies (placements='hsdp') in its unit"
         )
-    if cut.dim != 0:
+    if not (cut.by_rows if isinstance(cut, Runs) else cut.dim == 0):
         how = "into runs" if cut.in_line else f"on dim {cut.dim}"
         raise PlacementError(
-            f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
-            "shard_placement_fn return Shard(0) for it"
+            f"{name}: a {type(tensor).__name__} gathers itself and is cut between rows only, not {how}; let "
+            "shard_placement_fn return Shard(0) or Blocks(rows) for it"
         )
     try:  # at the first forward `tensor` is the shard, which is cut already
-        is_cut = tensor.shape != cut.shape or shard_of(tensor, cut, cut.num_ranks - 1).shape[0] == cut.rows[-1].numel
+        last = cut.num_ranks - 1
+        is_cut = tensor.shape != cut.shape or shard_of(tensor, cut, last).shape[0] == cut.local_shape(last)[0]
     except (AssertionError, IndexError, NotImplementedError):  # what a subclass says of rows that it cannot cut
         is_cut = False
     if not is_cut:

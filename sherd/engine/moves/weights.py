@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle
 from operator import attrgetter, methodcaller
 
@@ -213,19 +213,24 @@ def _are_same(tensor: torch.Tensor, other: torch.Tensor, but_for_rounding: bool 
 class KeptPart:
     """A copy of this rank's part of each gathered buffer, kept after forward (`reshard_after_forward=size`).
 
-    In backward a smaller mesh of `size` ranks gathers the parts, which are equally long. Collective at first: the
-    smaller mesh needs a process group.
+    In backward a smaller mesh of `size` ranks gathers the parts. Collective at first: the smaller mesh needs a process
+    group.
     """
 
     def __init__(self, buffers: Sequence[Buffer], mesh: DataMesh, size: int) -> None:
-        numels = [buffer.tensor.numel() // size for buffer in buffers]
-        at = mesh.shard_rank % size
+        self.sizes = [parts_of(buffer.tensor.numel(), size) for buffer in buffers]
         # Cloned, because the gathered buffer is freed in place as soon as the part is kept.
         self.tensors = tuple(
-            buffer.tensor[at * numel : (at + 1) * numel].clone() for buffer, numel in zip(buffers, numels, strict=True)
+            parts(buffer.tensor, sizes)[mesh.shard_rank % size].clone()
+            for buffer, sizes in zip(buffers, self.sizes, strict=True)
         )
-        self.size = size
         self.transport = mesh.transport_of(mesh.smaller_group(size))
+
+
+@lru_cache(maxsize=256)
+def parts_of(numel: int, size: int) -> Sizes:
+    """Returns the elements of the parts of a buffer that `size` ranks keep: equally many, but for one at most."""
+    return Sizes(numel * (at + 1) // size - numel * at // size for at in range(size))
 
 
 # All-gathers
@@ -404,7 +409,7 @@ class Weights(Position, saved.StorageOwner):
             self.as_of = list(map(STAND, self.group.shard_memory.versioned))
             self._gather_shards(transport, full_precision)
         else:
-            handoff = self._gather_into_buffers(part.transport, part.tensors, part.size)
+            handoff = self._gather_into_buffers(part.transport, part.tensors, part.sizes)
             self._flight = Flight(handoff, part.tensors, self.group.version)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
@@ -527,22 +532,24 @@ class Weights(Position, saved.StorageOwner):
         )
         return Flight(handoff, (source,), self.group.version, copy_into_place=copy_into_place)
 
-    def _gather_into_buffers(self, transport: Transport, sources: tuple[torch.Tensor, ...], num_ranks: int) -> Handoff:
-        """Start to fill each gathered buffer with all ranks' tensors of the same place in `sources`."""
+    def _gather_into_buffers(
+        self, transport: Transport, sources: tuple[torch.Tensor, ...], sizes: Sequence[Sizes]
+    ) -> Handoff:
+        """Start to fill each gathered buffer with all ranks' tensors, of `sizes`, of the same place in `sources`."""
         unsharded, lane = self.made, self._streams.gather
         assert unsharded is not None, "it is made when the first gather is started"
 
-        def fill(buffer: Buffer, source: torch.Tensor, async_op: bool) -> Pending | None:
+        def fill(buffer: Buffer, source: torch.Tensor, of_ranks: Sizes, async_op: bool) -> Pending | None:
             buffer.allocate()
-            return transport.all_gather(buffer.tensor, source, (source.numel(),) * num_ranks, async_op)
+            return transport.all_gather(buffer.tensor, source, of_ranks, async_op)
 
         for buffer in unsharded.gathered if not self._lane_owns_buffer else ():
             buffer.allocate()
         # The sources are compute's memory, and so may be the buffers:
         # test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute.
         lane.follow_compute()
-        pairs = zip(unsharded.gathered, sources, strict=True)
-        return _Handoffs(tuple(lane.run(partial(fill, *pair)) for pair in pairs), sources)
+        each = zip(unsharded.gathered, sources, sizes, strict=True)
+        return _Handoffs(tuple(lane.run(partial(fill, *those)) for those in each), sources)
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
