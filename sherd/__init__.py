@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.codecs import codec as codec
+    from sherd.wire_report import CommReport as CommReport
+    from sherd.wire_report import comm_report as comm_report
     from sherd.deltas.delta import WeightDelta as WeightDelta
     from sherd.deltas.delta import WeightReceiver as WeightReceiver
     from sherd.deltas.marks import WeightMark as WeightMark
@@ -109,6 +111,7 @@ _HOMES = {
     "CPUOffloadPolicy": "sherd.policy",
     "CaptureReport": "sherd.tools.verify.capture",
     "Codec": "sherd.policy",
+    "CommReport": "sherd.wire_report",
     "Comm": "sherd.policy",
     "CommPolicy": "sherd.policy",
     "DTensorExtensions": "sherd.fsdp1.extensions",
@@ -166,6 +169,7 @@ _HOMES = {
     "chunked_cross_entropy": "sherd.api.tiles",
     "clip_grad_norm_": "sherd.clip",
     "codec": "sherd.codecs",
+    "comm_report": "sherd.wire_report",
     "explain_memory": "sherd.tools.plan.explaining",
     "explain_migration": "sherd.tools.migrate",
     "flatten_optimizer": "sherd.optim",

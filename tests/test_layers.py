@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # package's own __init__, which says where public names are.
 RULE = """
 errors, policy, requirements, units, _torch, codecs < layout | schedule | comm | comm_hooks | wrap < tensor | storage
-< engine < guard < checkpoint, optim, backward_steps, steps_on_thread, clip, grad_scaler, memory < api
+< engine < guard < checkpoint, optim, backward_steps, steps_on_thread, clip, grad_scaler, memory,
+wire_report < api
 < fsdp1 | deltas | uneven < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
 < sherd < train < cli < __main__
