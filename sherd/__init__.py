@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.codecs import codec as codec
-    from sherd.wire_report import CommReport as CommReport
-    from sherd.wire_report import comm_report as comm_report
     from sherd.deltas.delta import WeightDelta as WeightDelta
     from sherd.deltas.delta import WeightReceiver as WeightReceiver
     from sherd.deltas.marks import WeightMark as WeightMark
@@ -100,6 +98,8 @@ if TYPE_CHECKING:
     from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
     from sherd.uneven.guarded_step import step as step
     from sherd.uneven.joining import join as join
+    from sherd.wire_report import CommReport as CommReport
+    from sherd.wire_report import comm_report as comm_report
 
 __version__ = "0.2.0"
 

@@ -56,44 +56,28 @@ class CommRow:
     saved: int
     is_above_limit: bool = False
 
+    @property
+    def _key(self) -> _Key:
+        return self.unit, self.axis, self.phase, self.format
+
 
 _Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What one group sends in one phase over one axis.
+    """The `row` of one group. `measure` returns the sums of squares of gathers, the others have those of reductions."""
 
-    `measure` returns the sums of squares of what is known now, `errors` and `rounding` have those of reductions.
-    """
-
-    unit: str
-    axis: str
-    phase: str
-    format: str
-    unencoded: torch.dtype
-    nbytes: int
-    plain: int
+    row: CommRow
     group: Group
     measure: Callable[[], torch.Tensor | None] | None = None
     errors: WireErrors | None = None
     rounding: _Rounding | None = None
-    is_above_limit: bool = False
 
-    @property
-    def key(self) -> _Key:
-        return self.unit, self.axis, self.phase, self.format
-
-    @property
-    def last(self) -> float | None:
-        """The error that ranks compared last, for a limit."""
-        return None if self.errors is None or self.is_above_limit else self.errors.last
-
-    def taken(self, listener: object) -> torch.Tensor | None:
+    def taken(self, listener: object) -> list[torch.Tensor]:
         """Returns the sums of squares of what `listener` has heard, and of the rounding of gradients."""
-        encoded = None if self.errors is None else self.errors.take(listener)
-        rounded = None if self.rounding is None else self.rounding.sums
-        return rounded if encoded is None else encoded if rounded is None else encoded + rounded
+        of_both = self.errors and self.errors.take(listener), self.rounding and self.rounding.sums
+        return [each for each in of_both if each is not None]
 
 
 class _Rounding:
@@ -120,6 +104,8 @@ class _Rounding:
 
 
 class _Steps:
+    """Sees the events of steps, as whoever sees gradients must."""
+
     def begins(self, event: Event) -> None: ...
 
     def perform(self, action: Action, perform: Callable[[], None]) -> None:
@@ -144,14 +130,13 @@ class CommReport:
     def __init__(self, model: nn.Module) -> None:
         self._mesh, self._model = root_unit(model, WHAT).mesh, weakref.ref(model)
         self._open, self._ways = ExitStack(), list[_Way]()
-        ways = list(_ways_of(model))
-        errors = self._compared(ways, [None if way.measure is None else way.measure() for way in ways])
-        merged: dict[_Key, CommRow] = {}
-        for way in ways:
-            before = merged.get(way.key, CommRow(*way.key, _name(way.unencoded), errors.get(way.key, way.last), 0, 0))
-            nbytes, saved = before.nbytes + way.nbytes, before.saved + way.plain - way.nbytes
-            merged[way.key] = replace(before, nbytes=nbytes, saved=saved, is_above_limit=way.is_above_limit)
-        self.rows = tuple(merged.values())
+        ways, rows = list(_ways_of(model)), dict[_Key, CommRow]()
+        for row in (way.row for way in ways):
+            same = rows.get(row._key, replace(row, nbytes=0, saved=0))
+            rows[row._key] = replace(same, nbytes=same.nbytes + row.nbytes, saved=same.saved + row.saved)
+        self.rows = tuple(rows.values())
+        own = [None if way.measure is None else way.measure() for way in ways]
+        self._compare(ways, [[] if sums is None else [sums] for sums in own])
 
     @property
     def nbytes(self) -> int:
@@ -166,9 +151,9 @@ class CommReport:
     @property
     def held(self) -> int:
         """The bytes that measurements of reductions hold now on this rank: two float64 sums for each of them."""
-        totals = [way.errors.listeners.get(self) for way in self._ways if way.errors is not None]
-        totals += [way.rounding.sums for way in self._ways if way.rounding is not None]
-        return sum(each.nbytes for each in totals if each is not None)
+        heard = [way.errors.listeners.get(self) for way in self._ways if way.errors is not None]
+        heard += [way.rounding.sums for way in self._ways if way.rounding is not None]
+        return sum(each.nbytes for each in heard if each is not None)
 
     def __enter__(self) -> CommReport:
         """Measure reductions from now on.
@@ -179,20 +164,17 @@ class CommReport:
         if (model := self._model()) is None or self._ways:
             raise StateError(f"{WHAT}: the model of this report is gone, or the report measures already; make another")
         runtime = Runtime.of(root_unit(model, WHAT), model)
-        self._ways = [way for way in _ways_of(model) if way.phase == "reduce"]
-        by_group = {id(way.group): way.rounding for way in self._ways}
+        ways = [way for way in _ways_of(model) if way.row.phase == "reduce"]
+        by_group = {id(way.group): way.rounding for way in ways if way.rounding is not None}
 
         def rounding(number: int, group: int, _: Sequence[ShardedParameter]) -> _Rounding:
-            return by_group.get(id(own := runtime.units[number].gradients[group].group)) or _Rounding(own)
+            own = runtime.units[number].gradients[group].group
+            return by_group.get(id(own)) or _Rounding(own)
 
-        try:
-            self._open.enter_context(runtime.observed(_Steps(), rounding))
-        except StateError:
-            self._ways = []
-            raise
-        for way in self._ways:
-            if way.errors is not None:
-                way.errors.listeners[self] = None
+        self._open.enter_context(runtime.observed(_Steps(), rounding))
+        self._ways = ways
+        for errors in (way.errors for way in ways if way.errors is not None):
+            errors.listeners[self] = None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -200,30 +182,26 @@ class CommReport:
         ways, self._ways = self._ways, []
         self._open.close()
         sums = [way.taken(self) for way in ways]
-        for way in ways:
-            if way.errors is not None:
-                way.errors.listeners.pop(self, None)
+        for errors in (way.errors for way in ways if way.errors is not None):
+            errors.listeners.pop(self, None)
         if kind is None:
-            errors = self._compared(ways, sums)
-            self.rows = tuple(
-                replace(row, error=errors.get((row.unit, row.axis, row.phase, row.format), row.error))
-                for row in self.rows
-            )
+            self._compare(ways, sums)
 
     @torch.no_grad()
-    def _compared(self, ways: Sequence[_Way], sums: Sequence[torch.Tensor | None]) -> dict[_Key, float]:
-        """Returns the relative errors of all ranks, by one message. `sums` are this rank's, of each way."""
-        keys = list(dict.fromkeys(way.key for way in ways))
+    def _compare(self, ways: Sequence[_Way], sums: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give `rows` the errors of all ranks, by one message. `sums` are this rank's, of each way."""
+        keys = list(dict.fromkeys(way.row._key for way in ways))
         totals = torch.zeros(len(keys), 3, dtype=torch.float64, device=self._mesh.device)
         for way, own in zip(ways, sums, strict=True):
-            if own is not None:
-                totals[keys.index(way.key)] += torch.cat((own.to(totals.device), totals.new_ones(1)))
+            for each in own:
+                totals[keys.index(way.row._key)] += torch.cat((each.to(totals.device), totals.new_ones(1)))
         with announced(groups_of(self._mesh), "compares errors for a report", WHAT, is_rare=True):
             for group in groups_of(self._mesh):
                 with named(WHAT, group):
                     dist.all_reduce(totals, group=group)
         found = zip(keys, totals.tolist(), strict=True)
-        return {key: relative_error(error, exact) for key, (error, exact, is_measured) in found if is_measured}
+        errors = {key: relative_error(error, exact) for key, (error, exact, is_measured) in found if is_measured}
+        self.rows = tuple(replace(row, error=errors.get(row._key, row.error)) for row in self.rows)
 
     def __str__(self) -> str:
         lines = [("unit", "axis", "phase", "format", "error", "bytes a step", "saved")]
@@ -282,48 +260,44 @@ def _name(dtype: torch.dtype) -> str:
 def _ways_of(model: nn.Module) -> Iterator[_Way]:
     units = Unit.below(model)
     for name, unit in zip(names_of(model, units), units, strict=True):
-        policy = unit.policy
-        keep = Keep.under(policy.reshard_after_forward, unit is units[0], unit.mesh.num_shards)
+        keep = Keep.under(unit.policy.reshard_after_forward, unit is units[0], unit.mesh.num_shards)
+        is_again = keep is Keep.NOTHING and unit.policy.unshard_in_backward
         for at, weights in enumerate(unit.weights):
-            is_again = keep is Keep.NOTHING and policy.unshard_in_backward and weights.plan.frees_unsharded
-            yield from _gathers(name, unit, at, 1 + is_again)
+            yield from _gathers(name, unit, at, 1 + (is_again and weights.plan.frees_unsharded))
             if weights.group.trained:
                 yield from _reductions(name, unit, at)
 
 
 def _gathers(name: str, unit: Unit, at: int, times: int) -> Iterator[_Way]:
-    weights = unit.weights[at]
-    group, plan, mesh = weights.group, weights.plan, weights.group.mesh
-    dtype = group.compute_dtype
-    rounds = None if group.gathers_itself else partial(_rounded, group, dtype)
+    weights, group = unit.weights[at], unit.weights[at].group
+    mesh, dtype = group.mesh, group.compute_dtype
+    measure: Callable[[], torch.Tensor | None] | None = partial(_rounded, group)
     if mesh.shards_replicas:
         nbytes = group.sizes[mesh.piece] * dtype.itemsize * (mesh.num_replicas - 1)
-        yield _Way(name, "replicate", "gather", _name(dtype), dtype, nbytes, nbytes, group, rounds)
-    if mesh.num_shards == 1 or plan.is_never_gathered:
+        yield _Way(CommRow(name, "replicate", "gather", _name(dtype), _name(dtype), None, nbytes, 0), group, measure)
+    if mesh.num_shards == 1 or weights.plan.is_never_gathered:
         return
-    own, others = group.shard_sizes[mesh.shard_rank], (mesh.num_shards - 1) * times
-    plain = group.shard_bytes if group.gathers_itself else own * dtype.itemsize
-    form = type(group.shard_buffer).__name__ if group.gathers_itself else _name(dtype)
-    codec = mesh.gather_codec if plan.is_encoded else None
+    own, times = group.shard_sizes[mesh.shard_rank], times * (mesh.num_shards - 1)
+    form, plain = _name(dtype), own * dtype.itemsize
+    if group.gathers_itself:
+        form, plain, measure = type(group.shard_buffer).__name__, group.shard_bytes, None
+    nbytes, codec = plain, mesh.gather_codec if weights.plan.is_encoded else None
     is_above = codec is not None and weights.is_unencoded
-    if codec is None or is_above:
-        yield _Way(
-            name, "shard", "gather", form, dtype, plain * others, plain * others, group, rounds, is_above_limit=is_above
-        )
-        return
-    nbytes = codec.num_bytes(own) * others
+    if codec is not None and not is_above:
+        form, nbytes, measure = codec.name, codec.num_bytes(own), partial(_encoded, unit, at, codec)
+    saved = (plain - nbytes) * times
     yield _Way(
-        name, "shard", "gather", codec.name, dtype, nbytes, plain * others, group, partial(_encoded, unit, at, codec)
+        CommRow(name, "shard", "gather", form, _name(dtype), None, nbytes * times, saved, is_above), group, measure
     )
 
 
 @torch.no_grad()
-def _rounded(group: Group, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the sums of squares of this rank's shards in `dtype`."""
+def _rounded(group: Group) -> torch.Tensor:
+    """Returns the sums of squares of this rank's shards in compute's dtype."""
     sums = torch.zeros(2, dtype=torch.float64, device=group.shard_buffer.device)
-    for each in group.optimizer_params if dtype != group.dtype else ():  # not of the padding between
+    for each in group.optimizer_params if group.compute_dtype != group.dtype else ():  # not of the padding between
         part = group.shard_buffer[each.extent.start : each.extent.stop]
-        sums += squares(part.to(dtype), part)
+        sums += squares(part.to(group.compute_dtype), part)
     return sums
 
 
@@ -338,28 +312,23 @@ def _encoded(unit: Unit, at: int, codec: Codec) -> torch.Tensor | None:
 
 def _reductions(name: str, unit: Unit, at: int) -> Iterator[_Way]:
     group, plan = unit.weights[at].group, unit.weights[at].plan
-    mesh, dtype, rounding = group.mesh, group.reduce_dtype, _Rounding(group)
-    comm, num_replicas = mesh.comm, mesh.num_replicas
-    given, plain = comm.reduce, dtype
-    if given is not None and not given.is_encoded and dtype.is_floating_point:
+    mesh, plain, given = group.mesh, group.reduce_dtype, group.mesh.comm.reduce
+    if given is not None and not given.is_encoded and plain.is_floating_point:
         plain = unit.precision.reduce_dtype or group.grad_dtype
+    is_one_axis = mesh.num_shards == 1 or mesh.num_replicas == 1
     if plan.owned is not None and mesh.in_order is not None:
-        own, of_all = plan.owned[mesh.in_order.part], sum(plan.owned)
-        back = own * mesh.in_order.reduction.sum_dtype(dtype).itemsize * (num_replicas - 1) * mesh.holds_copies
-        axis = "shard" if num_replicas == 1 else "replicate" if mesh.num_shards == 1 else "all"
-        sent, unencoded = ((of_all - own) * each.itemsize + back for each in (dtype, plain))
-        yield _Way(name, axis, "reduce", _name(dtype), plain, sent, unencoded, group, rounding=rounding)
+        axis = "all" if not is_one_axis else "shard" if mesh.num_shards > 1 else "replicate"
+        yield _reduction(name, axis, group, given, plan.owned, mesh.in_order.part, plain, mesh.holds_copies, True)
         return
     if mesh.num_shards > 1:
-        sizes = plan.reduced_by_rank
-        yield _reduction(name, "shard", group, given, sizes, mesh.shard_rank, plain, False, rounding)
-        rounding = None
-    if num_replicas > 1:
-        pieces = plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
-        sizes = pieces if mesh.shards_replicas else cut(plan.reduced_by_rank[mesh.shard_rank], num_replicas)
-        plain = mesh.reduce_transport.sum_dtype(dtype)
-        given = comm.reduce_replicas or comm.reduce
-        yield _reduction(name, "replicate", group, given, sizes, mesh.replica, plain, mesh.holds_copies, rounding)
+        yield _reduction(name, "shard", group, given, plan.reduced_by_rank, mesh.shard_rank, plain, False, True)
+    if mesh.num_replicas > 1:
+        given, plain = mesh.comm.reduce_replicas or given, mesh.reduce_transport.sum_dtype(group.reduce_dtype)
+        sizes = plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
+        sizes = sizes if mesh.shards_replicas else cut(sum(sizes), mesh.num_replicas)
+        yield _reduction(
+            name, "replicate", group, given, sizes, mesh.replica, plain, mesh.holds_copies, mesh.num_shards == 1
+        )
 
 
 def _reduction(
@@ -371,12 +340,15 @@ def _reduction(
     own: int,
     plain: torch.dtype,
     comes_back: bool,
-    rounding: _Rounding | None,
+    is_first: bool,
 ) -> _Way:
-    """Returns the way of parts of `sizes` elements to their owners, and of the sum back to all, if it `comes_back`."""
-    transport = group.mesh.reduce_transport if axis == "shard" else group.mesh.replicate_transport
+    """Returns the way of parts of `sizes` elements to their owners, and of the sum back to all, if it `comes_back`.
+
+    The gradients of the first way of a group are rounded when they are copied for it.
+    """
+    transport = group.mesh.replicate_transport if axis == "replicate" else group.mesh.reduce_transport
     errors = transport.errors if isinstance(transport, OwnerSums) else None
-    wire = group.reduce_dtype if axis == "shard" else plain if given is None else given.wire_dtype(plain)
+    wire = group.reduce_dtype if is_first or given is None else given.wire_dtype(plain)
     codec = codec_of(given.wire) if given is not None and wire.is_floating_point else None
     is_above = codec is not None and errors is not None and errors.is_unencoded
     codec = None if is_above else codec
@@ -386,9 +358,9 @@ def _reduction(
         return sum(parts) - parts[own] + comes_back * (len(parts) - 1) * parts[own]
 
     nbytes = sent(wire.itemsize.__mul__ if codec is None else codec.num_bytes)
-    form = _name(wire) if codec is None else codec.name
-    # What is encoded is measured where it is encoded.
-    rounding = rounding if codec is None else None
+    last = None if codec is None or errors is None else errors.last
+    form, saved = _name(wire) if codec is None else codec.name, sent(plain.itemsize.__mul__) - nbytes
+    rounding = _Rounding(group) if is_first and codec is None else None
     return _Way(
-        unit, axis, "reduce", form, plain, nbytes, sent(plain.itemsize.__mul__), group, None, errors, rounding, is_above
+        CommRow(unit, axis, "reduce", form, _name(plain), last, nbytes, saved, is_above), group, None, errors, rounding
     )
