@@ -323,7 +323,8 @@ def _reductions(name: str, unit: Unit, at: int) -> Iterator[_Way]:
     if mesh.num_shards > 1:
         yield _reduction(name, "shard", group, given, plan.reduced_by_rank, mesh.shard_rank, plain, False, True)
     if mesh.num_replicas > 1:
-        given, plain = mesh.comm.reduce_replicas or given, mesh.reduce_transport.sum_dtype(group.reduce_dtype)
+        given = mesh.comm.reduce_replicas or given
+        plain = mesh.reduce_transport.sum_dtype(group.reduce_dtype) if mesh.num_shards > 1 else plain
         sizes = plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
         sizes = sizes if mesh.shards_replicas else cut(sum(sizes), mesh.num_replicas)
         yield _reduction(

@@ -1,4 +1,4 @@
-"""`verify_equivalence` of models whose collectives round, and of those that have the same bits on any number of ranks."""
+"""`verify_equivalence` of models whose collectives round, and of those with the same bits on any number of ranks."""
 
 from typing import Any
 
