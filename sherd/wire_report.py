@@ -76,8 +76,9 @@ class _Way:
 
     def taken(self, listener: object) -> list[torch.Tensor]:
         """Returns the sums of squares of what `listener` has heard, and of the rounding of gradients."""
-        of_both = self.errors and self.errors.take(listener), self.rounding and self.rounding.sums
-        return [each for each in of_both if each is not None]
+        heard = [] if self.errors is None else [self.errors.take(listener)]
+        heard += [] if self.rounding is None else [self.rounding.sums]
+        return [each for each in heard if each is not None]
 
 
 class _Rounding:
@@ -119,7 +120,7 @@ class CommReport:
 
     As a context manager it measures the reductions inside the `with` block: of what is encoded, a part at a time, and
     of how the dtype that is sent rounds each gradient; `rows` then have these errors. All ranks enter and leave it
-    together. Outside of the block nothing is slower.
+    together, between steps. Outside of the block nothing is slower.
 
     Attributes:
         rows: by unit, axis, phase and format.
