@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from sherd.tools.verify.capture import capturable as capturable
     from sherd.tools.verify.equivalence import verify_equivalence as verify_equivalence
     from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
+    from sherd.tools.wire_report import CommReport as CommReport
+    from sherd.tools.wire_report import comm_report as comm_report
     from sherd.uneven.guarded_step import step as step
     from sherd.uneven.joining import join as join
 
@@ -109,6 +111,7 @@ _HOMES = {
     "CPUOffloadPolicy": "sherd.policy",
     "CaptureReport": "sherd.tools.verify.capture",
     "Codec": "sherd.policy",
+    "CommReport": "sherd.tools.wire_report",
     "Comm": "sherd.policy",
     "CommPolicy": "sherd.policy",
     "DTensorExtensions": "sherd.fsdp1.extensions",
@@ -166,6 +169,7 @@ _HOMES = {
     "chunked_cross_entropy": "sherd.api.tiles",
     "clip_grad_norm_": "sherd.clip",
     "codec": "sherd.codecs",
+    "comm_report": "sherd.tools.wire_report",
     "explain_memory": "sherd.tools.plan.explaining",
     "explain_migration": "sherd.tools.migrate",
     "flatten_optimizer": "sherd.optim",

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sherd.errors import PolicyError, PolicyTypeError
-from sherd.requirements import require_bool, require_floating_dtype, require_int, require_number
+from sherd.requirements import require_bool, require_factor, require_floating_dtype, require_int, require_number
 
 if TYPE_CHECKING:
     import torch
@@ -340,6 +340,7 @@ class Reduction:
 
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
 DIVERGENCES = ("error", "join", "trust")
+ABOVE_LIMIT = ("raise", "unencoded")
 
 
 @dataclass(frozen=True)
@@ -369,10 +370,17 @@ class CommPolicy:
         gather: the `Codec`, or the name of one, that encodes parameters for their gathers; None: they travel in
             compute's dtype. A shard is encoded once a step, and all ranks decode the same values, this rank's own too.
             The optimizer, checkpoints and `unsharded` have the shards as they are.
+        error_limit: the largest relative error of what codecs encode, for each unit, axis and phase (gather, reduce):
+            the L2 norm of decoded minus exact values over that of the exact ones, of all ranks since they compared
+            last. They compare at the end of each backward that reduces gradients, in one message; an accelerator's host
+            waits then. None: nothing is measured.
+        above_limit: "raise": all ranks raise `CommError`. "unencoded": the unit's gathers, or reductions over the axis,
+            are not encoded from the next one on, and rank 0 logs a warning.
 
     Raises:
         PolicyError: an unknown `transport`, `divergence` or codec, `part_bytes` less than 1, or two reductions of which
-            one is in the order of ranks; `PolicyTypeError` if a reduction is no `Reduction`, or a codec no `Codec`.
+            one is in the order of ranks; a limit that is no finite number above 0, without a codec, or with
+            `divergence="join"`; `PolicyTypeError` if a reduction is no `Reduction`, or a codec no `Codec`.
     """
 
     transport: str = "auto"
@@ -383,6 +391,8 @@ class CommPolicy:
     reduce: Reduction | None = None
     reduce_replicas: Reduction | None = None
     gather: str | Codec | None = None
+    error_limit: float | None = None
+    above_limit: str = "raise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.gather, Codec | str | None):
@@ -408,6 +418,20 @@ class CommPolicy:
             raise PolicyError(f"CommPolicy(transport={self.transport!r}): expected one of {', '.join(TRANSPORTS)}")
         if self.part_bytes is not None:
             require_int("CommPolicy(part_bytes={})", self.part_bytes, 1)
+        if self.above_limit not in ABOVE_LIMIT:
+            raise PolicyError(f"CommPolicy(above_limit={self.above_limit!r}): expected one of {', '.join(ABOVE_LIMIT)}")
+        if self.error_limit is not None:
+            require_factor("CommPolicy(error_limit={})", self.error_limit)
+            if self.gather is None and not self.encodes_gradients:
+                raise PolicyError(
+                    f"CommPolicy(error_limit={self.error_limit}): nothing is encoded; give a codec as gather= or as "
+                    "Reduction(wire=), or leave the limit out"
+                )
+            if self.divergence == "join":
+                raise PolicyError(
+                    f"CommPolicy(error_limit={self.error_limit}, divergence='join'): ranks without a batch do not "
+                    "compare errors; take divergence='error'"
+                )
 
     @classmethod
     def reproducible(cls, **options: Any) -> CommPolicy:

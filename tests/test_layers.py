@@ -17,7 +17,8 @@ RULE = """
 errors, policy, requirements, units, _torch, codecs < layout | schedule | comm | comm_hooks | wrap < tensor | storage
 < engine < guard < checkpoint, optim, backward_steps, steps_on_thread, clip, grad_scaler, memory < api
 < fsdp1 | deltas | uneven < interop
-< tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
+< tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate
+| tools/wire_report < tools/plan < tools/doctor
 < sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.

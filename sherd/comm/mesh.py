@@ -21,6 +21,7 @@ from sherd.policy import Codec, CommPolicy, DataParallelMeshDims, Level, Reducti
 
 if TYPE_CHECKING:
     from sherd.comm.owner_sums import SumsInOrder
+    from sherd.comm.wire_errors import WireErrors
 
 ONE_RANK = "alone"
 """The name of an axis of this rank alone, in a mesh whose other axes are not data parallel."""
@@ -201,26 +202,38 @@ class DataMesh:
         return codec_of(self.comm.gather)
 
     @cached_property
+    def wire_errors(self) -> dict[tuple[str, str], WireErrors]:
+        """The errors of what is encoded, by the phase, gather or reduce, and the axis."""
+        from sherd.comm.wire_errors import WireErrors  # of few policies, so loaded late
+
+        ways = {
+            ("gather", "shard"): self.gather_codec is not None,
+            ("reduce", "shard"): self.num_shards > 1 and _encodes(self.comm.reduce),
+            ("reduce", "replicate"): self.num_replicas > 1 and _encodes(self.comm.reduce_replicas or self.comm.reduce),
+        }
+        return {way: WireErrors(self.comm.error_limit is not None) for way, is_encoded in ways.items() if is_encoded}
+
+    @cached_property
     def fetch_transport(self) -> Transport:
         """The transport that gathers the parts of a shard along the replicate axis."""
         return _NO_TRANSPORT if self.comm.fake_all_gather else self.transport_of(self.replicate_group)
 
     @cached_property
     def reduce_transport(self) -> Transport:
-        return self._reducing(self.shard_group, self.comm.reduce)
+        return self._reducing(self.shard_group, self.comm.reduce, "shard")
 
     @cached_property
     def separate_reduce_transport(self) -> Transport:
         """A second transport along the shard axis, for reductions while all-gathers run. Collective at first."""
         if self.shard_group is None:
             return self.reduce_transport
-        return self._reducing(self.reduction_group(), self.comm.reduce)
+        return self._reducing(self.reduction_group(), self.comm.reduce, "shard")
 
     @cached_property
     def replicate_transport(self) -> Transport:
-        return self._reducing(self.replicate_group, self.comm.reduce_replicas or self.comm.reduce)
+        return self._reducing(self.replicate_group, self.comm.reduce_replicas or self.comm.reduce, "replicate")
 
-    def _reducing(self, group: dist.ProcessGroup | None, reduction: Reduction | None) -> Transport:
+    def _reducing(self, group: dist.ProcessGroup | None, reduction: Reduction | None, axis: str) -> Transport:
         if self.comm.fake_reduce:
             return _NO_TRANSPORT
         transport = self.transport_of(group)
@@ -228,7 +241,7 @@ class DataMesh:
             return transport
         from sherd.comm.owner_sums import OwnerSums  # of few policies, so loaded late
 
-        return OwnerSums(transport, group, reduction)
+        return OwnerSums(transport, group, reduction, self.wire_errors.get(("reduce", axis)))
 
     @cached_property
     def in_order(self) -> SumsInOrder | None:
@@ -272,6 +285,10 @@ class DataMesh:
     def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:
         assert self.shard_group is not None, "only ranks that shard have such groups"
         return group_beside(self.shard_group, purpose, ranks, self.device)
+
+
+def _encodes(reduction: Reduction | None) -> bool:
+    return reduction is not None and reduction.is_encoded
 
 
 _NO_TRANSPORT = NoTransport()

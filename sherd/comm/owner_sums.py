@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sherd.codecs import codec_of, decode_parts, encode_parts
 from sherd.comm.transport import Pending, Sizes, Transport, parts, then
+from sherd.comm.wire_errors import WireErrors, squares
 from sherd.policy import Codec, Reduction
 
 
@@ -25,12 +26,15 @@ def num_bytes(reduction: Reduction, sizes: Sequence[int], dtype: torch.dtype) ->
 class OwnerSums(Transport):
     """The sums of `transport` in the dtypes of `reduction`: where the backend has no such sum, by the owners.
 
-    `group` has the ranks of `transport`.
+    `group` has the ranks of `transport`; `errors` are those of what a codec encodes or a dtype rounds.
     """
 
-    def __init__(self, transport: Transport, group: dist.ProcessGroup, reduction: Reduction) -> None:
+    def __init__(
+        self, transport: Transport, group: dist.ProcessGroup, reduction: Reduction, errors: WireErrors | None = None
+    ) -> None:
         self._transport, self._rank, self._num_ranks = transport, group.rank(), group.size()
         self._reduction, self._codec = reduction, codec_of(reduction.wire)
+        self.errors = WireErrors() if errors is None else errors
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +62,19 @@ class OwnerSums(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Sum by the transport's reduce-scatter if that adds in the dtype of `shard_buffer`."""
-        sent = rows.to(self._reduction.wire_dtype(rows.dtype))
+        sent = self._rounded(rows)
         if self._codec_for(sent) is None and self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
             return self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
-        return add(self._transport, self._codec_for(sent), shard_buffer.zero_(), sent, sizes, async_op)
+        return add(self._transport, self._codec_for(sent), shard_buffer.zero_(), sent, sizes, async_op, self.errors)
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        sent = values.to(self._reduction.wire_dtype(values.dtype))
+        if sent is not values and self.errors.listeners:
+            self.errors.add(squares(sent, values))
+        return sent
 
     def _codec_for(self, values: torch.Tensor) -> Codec | None:
-        return self._codec if values.is_floating_point() else None
+        return self._codec if values.is_floating_point() and not self.errors.is_unencoded else None
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum parts on their owners, and gather the sums, rounded to the dtype of the wire, or encoded, too.
@@ -76,7 +86,7 @@ class OwnerSums(Transport):
             return self._transport.all_reduce(tensor, async_op)
         sizes = cut(tensor.numel(), self._num_ranks)
         total = tensor.new_empty(sizes[self._rank], dtype=self.sum_dtype(tensor.dtype))
-        sent = tensor.to(wire)
+        sent = self._rounded(tensor)
         pending = self.reduce_scatter(total, sent, sizes, False)
         assert pending is None, "without async_op it is done"
         if codec is None:
@@ -86,6 +96,8 @@ class OwnerSums(Transport):
         lengths = Sizes(map(codec.num_bytes, sizes))
         encoded = tensor.new_empty(sum(lengths), dtype=torch.uint8)
         codec.encode(total, own := encoded.new_empty(lengths[self._rank]))
+        if self.errors.listeners:
+            self.errors.note(codec, total, own, [total.numel()])
         self._transport.all_gather(encoded, own, lengths, False)
         decode_parts(codec, encoded, sizes, tensor)
         return None
@@ -98,11 +110,14 @@ def add(
     rows: torch.Tensor,
     sizes: Sequence[int],
     async_op: bool,
+    errors: WireErrors,
 ) -> Pending | None:
     """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel encoded by `codec`."""
     if codec is None:
         return transport.add_onto(total, rows, sizes, async_op)
     sent, lengths = encode_parts(codec, rows, sizes)
+    if errors.listeners:
+        errors.note(codec, rows, sent, sizes)
     versions = sent.new_empty(len(sizes), codec.num_bytes(total.numel()))
 
     def decode() -> None:

@@ -124,6 +124,10 @@ def _terms_of(unit: Unit) -> tuple[str, ...]:
         terms.append(f"gradients summed by {comm.reduce}, between replicas by {comm.reduce_replicas or comm.reduce}")
     if comm.gather is not None:
         terms.append(f"parameters encoded by {comm.gather}")
+    if comm.error_limit is not None:
+        ways = (way for mesh in unit.meshes for way, errors in mesh.wire_errors.items() if errors.is_unencoded)
+        stopped = "".join(f", not encoded any more: {phase} over {axis}" for phase, axis in ways)
+        terms.append(f"errors up to {comm.error_limit:g}, or {comm.above_limit}{stopped}")
     if precision != MixedPrecisionPolicy():
         terms.append(str(precision))
     if unit.mesh.keeps_unsharded or unit.mesh.shards_replicas:

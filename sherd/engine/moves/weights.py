@@ -425,7 +425,7 @@ class Weights(Position, saved.StorageOwner):
             self._flight = Flight(handoff, (group.shard_buffer,), group.version)
         elif self._fill is Fill.FROM_RANKS:
             self._flight = self._gather_from_ranks(transport, unsharded)
-        elif self._fill is Fill.ENCODED and not full_precision:
+        elif self._fill is Fill.ENCODED and not (full_precision or self.is_unencoded):
             self._flight = self._gather_encoded(transport)
         else:
             self._flight = self._gather_rows(transport, unsharded)
@@ -465,19 +465,31 @@ class Weights(Position, saved.StorageOwner):
         assert codec is not None, "the plan says that it is encoded"
         from sherd.codecs import encode_parts  # of few policies, so loaded late
 
-        lengths = Sizes(map(codec.num_bytes, group.shard_sizes))
+        lengths, errors = Sizes(map(codec.num_bytes, group.shard_sizes)), group.mesh.wire_errors["gather", "shard"]
 
         def start(async_op: bool) -> Pending | None:
             if self._encoded is None or self._encoded[0] != group.version:
-                own = group.source(group.dtype if group.fetched is None else self._dtype)
-                own = _without_padding(group, own)
+                own = self.shard_to_encode()
                 self._encoded = group.version, encode_parts(codec, own, [own.numel()])[0]
+                if errors.listeners:
+                    errors.note(codec, own, self._encoded[1], [own.numel()])
             flight.append(transport.empty(sum(lengths), torch.uint8, group.device))
             return transport.all_gather(flight[0], self._encoded[1], lengths, async_op)
 
         handoff = self._streams.gather.run(start)
         assert self._encoded is not None, "`start` was called"
         return Flight(handoff, (self._encoded[1],), group.version, flight[0])
+
+    @property
+    def is_unencoded(self) -> bool:
+        """Whether gathers do without their codec, whose errors were above the limit."""
+        return self.group.mesh.wire_errors["gather", "shard"].is_unencoded
+
+    def shard_to_encode(self) -> torch.Tensor:
+        """Returns this rank's shard as it is encoded. Collective over the replicas that own parts of it."""
+        group = self.group
+        own = group.source(group.dtype if group.fetched is None else group.compute_dtype)
+        return _without_padding(group, own)
 
     def _decode(self, encoded: torch.Tensor, unsharded: UnshardedBuffer) -> None:
         """Fill the unsharded buffer with what `encoded` holds, one rank's part after the other."""

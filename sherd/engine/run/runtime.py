@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,6 +49,9 @@ from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 from sherd.tensor.spmd_types import unchecked
 from sherd.wrap.names import plain_name
+
+if TYPE_CHECKING:
+    from sherd.engine.run.error_limits import ErrorLimits
 
 UNIT_OF = attrgetter("unit")
 
@@ -135,6 +138,11 @@ class Runtime(UnitRuntime):
         self.monitors = set(monitors.values())
         self.schedule = Schedule(())
         self.tape = Tape(self.schedule, self.units, monitors)
+        self._limits: ErrorLimits | None = None
+        if any(unit.mesh.comm.error_limit is not None for unit in self.units):
+            from sherd.engine.run.error_limits import ErrorLimits  # of few policies, so loaded late
+
+            self._limits = ErrorLimits(self.units)
         self.revise()
 
     @staticmethod
@@ -396,6 +404,8 @@ class Runtime(UnitRuntime):
         if is_last:
             self.by_hand, self.reduction = None, None
             self._unreduced.clear()
+            if self._limits is not None:
+                self._limits.compare()
 
     def finalize_backward(self, wait: bool) -> object:
         """Reduce gradients that no backward has reduced, and free parameters, where the policies say so.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sherd.api.fully_shard import fully_shard
+from sherd.checkpoint.catalog import without_wrappers
+from sherd.codecs import codec_of
 from sherd.comm.agreement import Failure, on_all_ranks
 from sherd.comm.groups import default_group
 from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
-from sherd.engine import Unit
+from sherd.engine import ShardedParameter, Unit
 from sherd.errors import PolicyError, SherdError, StateError
 from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
 from sherd.tensor.structures import map_tensors, tensors_in
@@ -37,6 +39,7 @@ from sherd.tools.verify.training import (
     MakeOptimizer,
     Recipe,
     Shown,
+    Wire,
     plainly_named,
     save,
     seed_all,
@@ -106,9 +109,12 @@ def verify_equivalence(
     The allowed difference is measured. A second plain model runs with errors in every weight, input and
     sum of gradients: of random sign, and as large as the spacing of the coarsest dtype (`torch.finfo(dtype).eps`). A
     tensor may differ by `margin` times the change that these errors cause, or by `margin` spacings if that is more. The
-    dtypes are those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. After the gradients
-    are compared, all models step with the plain model's gradients. So an update may only differ by `margin` spacings of
-    the parameter's own dtype, and each step begins with the same parameters.
+    dtypes are those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. Weights and gradients
+    also get the errors that codecs of `CommPolicy` may make (`Codec.bound`, with the unit's largest value in each
+    block), and gradients those of a `Reduction`'s dtype. Under `CommPolicy.reproducible()` all bits must be equal, if
+    units compute and reduce in the parameters' own dtype. After the gradients are compared, all models step with the
+    plain model's gradients. So an update may only differ by `margin` spacings of the parameter's own dtype, and each
+    step begins with the same parameters.
 
     The caller's process groups, random state and grad mode stay as they are. Without a process group, this function
     makes the one of torchrun's environment and keeps it, as `fully_shard` does; without torchrun, it makes a group of
@@ -127,10 +133,13 @@ def verify_equivalence(
         optimizer: the optimizer of the parameters that need gradients.
         parts: a multiple of the number of data-parallel ranks, by default that number. With several parts per rank,
             each rank takes neighbouring parts and accumulates gradients. So one process can compute what 8 ranks do.
+            Where all bits must be equal, rank r of W takes parts r, r + W and so on, inside `accumulate`.
         seed: seeds `build`, and each forward by step and part: dropout drops the same in both trainings.
         compute_dtype: a coarser dtype that units and parameters do not show, such as an autocast's in `loss`.
         margin: see above.
-        reference: a file to compare with instead of training the plain model.
+        reference: a file to compare with instead of training the plain model. It has no errors of codecs, so it is
+            refused where values are rounded on their way between ranks, as is `save_reference`; and no order of sums,
+            so bits need not be equal.
         save_reference: a file to which rank 0 writes the plain training.
         capture: after steps without a difference, also ask `capturable` whether a step of the sharded model, on the
             last batch, may be captured as a graph: `EquivalenceReport.capture`.
@@ -148,12 +157,14 @@ def verify_equivalence(
         steps = _agreed("the arguments", partial(_checked, batches, functions, parts, seed, compute_dtype, margin))
         seed_all(seed)
         model = _agreed("build() or shard()", lambda: _sharded(build, shard))
-        place = _agreed("the model", lambda: _Place.of(model, parts, compute_dtype))
+        file = reference or save_reference
+        place = _agreed("the model", lambda: _Place.of(model, parts, compute_dtype, bool(file)))
         pieces = _agreed("batches", lambda: [_cut(batch, place.parts, at) for at, batch in enumerate(steps)])
         digests = _same_everywhere([_digest(batch) for batch in steps])
-        recipe = Recipe(loss, optimizer, seed, place.parts, place.device, place.watched)
+        recipe = Recipe(loss, optimizer, seed, place.parts, place.device, place.watched, place.wires, place.is_exact)
         made_with = {"parts": place.parts, "seed": seed, "batches": digests}
-        plain = train_plain(build, recipe, WIDTHS if save_reference else (place.eps,), pieces)
+        own_widths = () if place.is_exact else (place.eps,)
+        plain = train_plain(build, recipe, WIDTHS if save_reference else own_widths, pieces)
         source = stored_steps(Path(reference), made_with) if reference else plain
         training = _agreed("optimizer()", lambda: ComparedTraining(model, recipe, place.own))
         comparison, kept = _Comparison(place, margin), []
@@ -183,9 +194,11 @@ class _Place:
     device: torch.device
     eps: float
     watched: frozenset[str]
+    wires: tuple[Wire, ...]
+    is_exact: bool
 
     @classmethod
-    def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None) -> _Place:
+    def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None, has_file: bool) -> _Place:
         """Read the place off the units of `model`. Without units, the model is data parallel over all ranks."""
         units, tensors = Unit.below(model), list(model.parameters())
         number, rank, device = dist.get_world_size(), dist.get_rank(), tensors[0].device
@@ -204,8 +217,51 @@ class _Place:
             eps = max(eps, TENSOR_FLOAT_32)
         modules = plainly_named(model.named_modules())
         watched = {name for name, module in modules.items() if Unit.of(module) is not None}
-        per_rank = parts // number
-        return cls(parts, range(rank * per_rank, (rank + 1) * per_rank), device, eps, frozenset({"", *watched}))
+        per_rank, wires = parts // number, tuple(_wires_of(units, model))
+        if has_file and wires:
+            raise PolicyError(
+                f"{WHAT}(reference=..., save_reference=...): values are rounded on their way between ranks "
+                "(comm_policy=), and no file has these errors; leave both out"
+            )
+        is_exact = not has_file and compute_dtype is None and _is_exact(model, units)
+        own = range(rank, parts, number) if is_exact else range(rank * per_rank, (rank + 1) * per_rank)
+        return cls(parts, own, device, eps, frozenset({"", *watched}), wires, is_exact)
+
+
+def _is_exact(model: nn.Module, units: Sequence[Unit]) -> bool:
+    """Returns whether gradients are summed in the order of ranks, and nothing is rounded that the plain model has."""
+    groups = [weights.group for unit in units for weights in unit.weights]
+    in_order = [group.mesh.in_order for group in groups]
+    return (
+        bool(groups)
+        and all(ShardedParameter.of(parameter) is not None for parameter in model.parameters())
+        and all(each.unsharded_spec is None for group in groups for each in group.parameters)
+        and all(group.compute_dtype == group.reduce_dtype == group.dtype for group in groups)
+        and all(
+            each is not None and each.reduction.sum_dtype(group.dtype) == group.dtype
+            for each, group in zip(in_order, groups, strict=True)
+        )
+        and not any(group.mesh.comm.gather for group in groups)
+    )
+
+
+def _wires_of(units: Sequence[Unit], model: nn.Module) -> Iterator[Wire]:
+    """Yields how values are rounded on their way, for the parameters of each unit on each of its meshes."""
+    paths = {id(module): without_wrappers(path) for path, module in model.named_modules()}
+    for mesh, parameters in ((mesh, unit.parameters) for unit in units for mesh in unit.meshes):
+        places = [place for each in parameters if each.mesh is mesh for place in each.places]
+        names = frozenset(".".join(filter(None, (paths.get(each.module_id), each.attribute))) for each in places)
+        between = mesh.comm.reduce_replicas or mesh.comm.reduce
+        # Between replicas the sum travels back, too.
+        taken = [mesh.comm.reduce] * (mesh.num_shards > 1) + [between, between] * (mesh.num_replicas > 1)
+        rounds = [codec_of(each.wire) or _eps_of(each.wire) for each in taken if each is not None and each.wire]
+        codec = mesh.gather_codec
+        if names and (rounds or codec):
+            yield Wire(names, () if codec is None else (codec,), tuple(rounds))
+
+
+def _eps_of(wire: object) -> float:
+    return float(torch.finfo(wire).eps) if isinstance(wire, torch.dtype) else 0.0
 
 
 class _Comparison:
@@ -262,9 +318,15 @@ class _Comparison:
             yield from received
 
     def report(self, against: str, captured: CaptureReport | None) -> EquivalenceReport:
+        place = self._place
         setting = (
-            f"{dist.get_world_size()} ranks, {self._place.parts} part(s) of each batch, against {against}; numbers of "
-            f"the coarsest dtype are {self._place.eps:.2g} apart"
+            f"{dist.get_world_size()} ranks, {place.parts} part(s) of each batch, against {against}; "
+            + (
+                "all bits must be equal"
+                if place.is_exact
+                else f"numbers of the coarsest dtype are {place.eps:.2g} apart"
+            )
+            + (", and values are rounded on their way between ranks" if place.wires else "")
         )
         return EquivalenceReport(tuple(self.differences), self._closest, self._counts, self._steps, setting, captured)
 

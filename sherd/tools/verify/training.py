@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from sherd.api.accumulate import accumulate
 from sherd.api.unsharded import unsharded
 from sherd.checkpoint.catalog import without_wrappers
+from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError
+from sherd.policy import Codec
 from sherd.tensor.structures import map_tensors, tensors_in
 
 T = TypeVar("T")
@@ -31,6 +35,8 @@ STORED = ("buffer", UPDATED)
 
 So a difference is measured against the change.
 """
+NUM_DRAWS = 5
+"""Disturbed trainings of a model whose values are rounded on their way between ranks."""
 WIDTHS = tuple(torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16))
 """The relative errors for which a reference file has the differences that they explain."""
 
@@ -48,8 +54,23 @@ Shown = dict[Key, Tensor]
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What rounds the values of one unit's parameters, by plain names, on their way between ranks.
+
+    Weights by the codecs `gathers`, gradients by the codecs, or numbers' relative errors, of `reductions`.
+    """
+
+    names: frozenset[str]
+    gathers: tuple[Codec, ...]
+    reductions: tuple[Codec | float, ...]
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """The choices that both trainings share. `watched` names the modules whose outputs are compared."""
+    """The choices that both trainings share. `watched` names the modules whose outputs are compared.
+
+    With `is_exact` the sharded model adds gradients up in the order of parts, undivided, and so does the plain one.
+    """
 
     loss: Loss
     optimizer: MakeOptimizer
@@ -57,37 +78,67 @@ class Recipe:
     parts: int
     device: torch.device
     watched: frozenset[str]
+    wires: tuple[Wire, ...] = ()
+    is_exact: bool = False
 
 
 class Disturbance:
-    """Relative errors of `eps` with random signs, as of rounding.
+    """Relative errors of `eps` with random signs, as of rounding, and those of `wires` as large as they may be.
 
     They are added to weights, to inputs, and to gradients after each part of a batch.
     """
 
-    def __init__(self, eps: float, seed: int) -> None:
-        self._eps, self._signs = eps, torch.Generator().manual_seed(seed)
+    def __init__(self, eps: float, seed: int, wires: Sequence[Wire] = ()) -> None:
+        self._eps, self._signs, self._wires = eps, torch.Generator().manual_seed(seed), wires
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns a disturbed copy of `tensor`, or `tensor` itself if it holds whole numbers."""
         if not is_inexact(tensor):
             return tensor
+        return tensor * self._signs_for(tensor).mul_(self._eps).add_(1)
+
+    def _signs_for(self, tensor: Tensor) -> Tensor:
         signs = torch.randint(2, tensor.shape, generator=self._signs).mul_(2).sub_(1)
-        return tensor * signs.to(tensor.device, tensor.dtype).mul_(self._eps).add_(1)
+        return signs.to(tensor.device, tensor.dtype)
+
+    def _travels(self, sent: Mapping[str, Tensor], into: Mapping[str, Tensor], of_gradients: bool) -> None:
+        """Add to `into` what wires may make of the values that are `sent`, by the names of parameters."""
+        for wire in self._wires:
+            names = [name for name in wire.names if name in sent and sent[name].is_floating_point()]
+            most = max((largest(sent[name]) for name in names), default=0.0)
+            for name, rounds in product(sorted(names), wire.reductions if of_gradients else wire.gathers):
+                into[name].add_(self._signs_for(sent[name]).mul_(bound_of(rounds, sent[name], most)))
 
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
         """A context with disturbed weights in `model`, which leaves disturbed gradients."""
         before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+        named = plainly_named(model.named_parameters()) if self._wires else {}
         with torch.no_grad():
+            sent = {name: each.detach().clone() for name, each in named.items()}
+            earlier = {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
             for parameter, value in before:
                 parameter.copy_(self.of(value))
+            self._travels(sent, named, of_gradients=False)
         yield
         with torch.no_grad():
+            gradients = {name: each.grad for name, each in named.items() if each.grad is not None}
+            # Each part is sent by itself: its gradient alone, and not the sum with those before.
+            sent = {name: each - earlier.get(name, 0) for name, each in gradients.items()}
+            self._travels(sent, gradients, of_gradients=True)
             for parameter, value in before:
                 parameter.copy_(value)
                 if parameter.grad is not None:
                     parameter.grad.copy_(self.of(parameter.grad))
+
+
+def bound_of(rounds: Codec | float, values: Tensor, most: float) -> Tensor:
+    """Returns how far from each of `values` it may arrive, if the largest value in any block with it is `most`."""
+    if isinstance(rounds, float):
+        return values.abs() * rounds
+    flat = values.flatten().to(torch.promote_types(values.dtype, torch.float32))
+    # Blocks of the codec go across parameters, and end where shards do. Here the largest value is in each block.
+    return rounds.bound(torch.stack((flat, torch.full_like(flat, most)), -1).flatten())[::2].view(values.shape)
 
 
 class ComparedTraining:
@@ -116,12 +167,17 @@ class ComparedTraining:
     def step(self, number: int, parts: Mapping[int, object]) -> Shown:
         """Run forward and backward of step `number` on this training's part of `parts`. Returns what the step shows."""
         outputs, losses = {}, {}
-        for part in self._own:
-            with torch.no_grad():
-                for name, buffer in self._model.named_buffers() if len(self._own) > 1 else ():
-                    buffer.copy_(self._buffers[part].get(name, buffer))
-            outputs[part], losses[part] = self._forward_and_backward(number, part, parts[part])
-            self._buffers[part] = self._copied_buffers()
+        is_exact, is_sharded = self._recipe.is_exact, bool(Unit.below(self._model))
+        with accumulate(self._model, len(self._own), average=True) if is_exact and is_sharded else nullcontext():
+            for part in self._own:
+                with torch.no_grad():
+                    for name, buffer in self._model.named_buffers() if len(self._own) > 1 else ():
+                        buffer.copy_(self._buffers[part].get(name, buffer))
+                outputs[part], losses[part] = self._forward_and_backward(number, part, parts[part])
+                self._buffers[part] = self._copied_buffers()
+        for parameter in self._model.parameters() if is_exact and not is_sharded else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / len(self._own))
         names = dict.fromkeys(name for of_part in outputs.values() for name in of_part)
         shown = {
             Key("forward output", name, part): outputs[part][name]
@@ -176,7 +232,7 @@ class ComparedTraining:
                     f"verify_equivalence(loss=...): it returned {str(loss)[:80]}; it must return the loss of (model, "
                     "batch), a tensor with one floating-point element"
                 )
-            (loss / len(self._own)).backward()
+            (loss if self._recipe.is_exact else loss / len(self._own)).backward()
         return noted, whole(loss)
 
     def _note_output(self, name: str, module: nn.Module, args: object, output: object) -> None:
@@ -300,24 +356,29 @@ def train_plain(
         seed_all(recipe.seed)
         return ComparedTraining(build().to(recipe.device), recipe, range(recipe.parts), disturbance)
 
-    plain, disturbed = training(None), {eps: training(Disturbance(eps, recipe.seed)) for eps in widths}
+    plain = training(None)
+    # One number, as a loss is, may by chance hardly change: codecs change it so much that this would be found.
+    draws = range(recipe.seed, recipe.seed + (NUM_DRAWS if recipe.wires else 1))
+    disturbed = {(eps, seed): training(Disturbance(eps, seed, recipe.wires)) for eps, seed in product(widths, draws)}
     before = plain.start()
     yield {key: Expected(value, largest(value), 0.0, {}) for key, value in before.items()}
     before = {Key(STORED["parameter" in key.kind], *key[1:]): value for key, value in before.items()}
     for number, parts in enumerate(batches, 1):
-        shown, others = plain.step(number, parts), {eps: other.step(number, parts) for eps, other in disturbed.items()}
+        shown, others = plain.step(number, parts), {key: other.step(number, parts) for key, other in disturbed.items()}
         gradients = {key.name: value for key, value in shown.items() if key.kind == "gradient"}
         shown |= plain.update(gradients)
         for other in disturbed.values():
             other.update(gradients)
         yield {
-            key: _expected(key, value, before.get(key), {eps: other.get(key) for eps, other in others.items()})
+            key: _expected(key, value, before.get(key), [(eps, other.get(key)) for (eps, _), other in others.items()])
             for key, value in shown.items()
         }
         before = {key: value for key, value in shown.items() if key.kind in STORED}
 
 
-def _expected(key: Key, value: Tensor, before: Tensor | None, others: Mapping[float, Tensor | None]) -> Expected:
+def _expected(
+    key: Key, value: Tensor, before: Tensor | None, others: Sequence[tuple[float, Tensor | None]]
+) -> Expected:
     """Returns the expected `value`. A stored tensor has a value `before` the step."""
     if not is_inexact(value):
         return Expected(value, largest(value), 0.0, {})
@@ -325,9 +386,11 @@ def _expected(key: Key, value: Tensor, before: Tensor | None, others: Mapping[fl
     size = largest(value) if before is None else largest(value - before)
     spacing = 0.0 if before is None else stored_eps * largest(value)
     if key.kind == UPDATED:  # gradients are equal, so only the optimizer rounds
-        return Expected(value, size, spacing, dict.fromkeys(others, stored_eps * size))
-    measured = {eps: 0.0 if other is None else largest(distances(value, other)) for eps, other in others.items()}
-    return Expected(value, size, spacing, {eps: max(drift, eps * size) for eps, drift in measured.items()})
+        return Expected(value, size, spacing, dict.fromkeys(dict(others), stored_eps * size))
+    drifts = {eps: eps * size for eps, _ in others}
+    for eps, other in others:
+        drifts[eps] = max(drifts[eps], 0.0 if other is None else largest(distances(value, other)))
+    return Expected(value, size, spacing, drifts)
 
 
 def stored_steps(path: Path, made_with: Mapping[str, object]) -> Iterator[ExpectedStep]:
