@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec
+from sherd.checkpoint import narrowed
 from sherd.checkpoint.blockwise import apart, together
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
@@ -38,6 +39,8 @@ from sherd.tensor.structures import map_tensors
 OWN = "own"
 OPTIONS = "own_options"
 """The key in the JSON of an optimizer for the keys of state that is each rank's own, by parameter."""
+NARROWED = "narrowed"
+"""The key in the JSON of a module for `sherd.checkpoint.narrowed`."""
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
 
@@ -137,7 +140,12 @@ class ModuleItem(Item):
     def contents(self, tensors: Tensors, compare: bool) -> Json:
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        return {"kind": self.kind, **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
+        self.own, json = narrowed.own_of(self._tensors), narrowed.json_of(self._tensors)
+        return {
+            "kind": self.kind,
+            **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {}),
+            **({NARROWED: json} if json else {}),
+        }
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -187,6 +195,12 @@ class ModuleItem(Item):
         for path, below in self._with_extra_state():
             if path in extra:
                 below.set_extra_state(extra[path])
+
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
+        """Load what gradients have lost on the wire; under another layout that is dropped, with a warning."""
+        if (json := self.json(source).get(NARROWED)) is not None:
+            self.require(isinstance(json, dict) and isinstance(json.get(narrowed.BATCHES), int), source)
+            narrowed.load(self._tensors, json, own, str(source.place))
 
 
 class OptimizerItem(Item):

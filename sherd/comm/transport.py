@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from sherd._torch import all_gather_coalesced, bound_all_gather, bound_reduce_scatter, wait_on_host
 from sherd.comm.failures import unfinished
 from sherd.errors import CommError, PolicyError
+
+if TYPE_CHECKING:
+    from sherd.comm.narrowing import Narrowing
 
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
@@ -136,6 +139,10 @@ class Transport(ABC):
     ) -> Pending | None:
         """Fill `versions`, `[ranks, sizes[rank]]`, with this rank's part in all ranks' `rows`: an all-to-all."""
         raise PolicyError(f"{type(self).__name__} has no all-to-all; leave out CommPolicy(reduce=)")
+
+    def narrowed_by(self, narrowing: Narrowing, what: str) -> Transport:
+        """Returns the transport of one group, which sends `what`. Where nothing is lost it needs no `narrowing`."""
+        return self
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:

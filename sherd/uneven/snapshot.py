@@ -1,5 +1,7 @@
 """Copies of all state that a step changes, to undo it: buffers, gradients, random states, parameters, optimizers.
 
+Also what gradients have lost on the wire.
+
 Tensors get their elements back in place, because others hold views of them: shard buffers, spans of an optimizer.
 """
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm.streams import wait_for_copies_to
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, Unit
 from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import Stateful
 
@@ -52,6 +54,7 @@ class Snapshot:
         self._undo += [_entries(group, but=("params",)) for each in optimizers for group in each.param_groups]
         self._undo += [_state(each) for each in others]
         self._undo += _random_states(device)
+        self._undo += [undo for unit in Unit.below(model) for undo in unit.narrowings_kept()]
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -136,7 +136,11 @@ class BufferPlan:
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
             sends_shards_as_they_are=group.gathers_itself or is_as_computed,
             # A borrowed gradient is scaled after the sum, on which float16 overflows.
-            may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
+            # Nor is it scaled before it is sent, as what was lost of others is.
+            may_borrow=is_alone
+            and streams.in_host_order
+            and group.reduce_dtype != torch.float16
+            and not mesh.comm.remembers,
             is_unpadded=reduced.gathered_numel == reduced.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would
             # coexist with all activations of the unit:
@@ -146,7 +150,9 @@ class BufferPlan:
             # With several reductions under way, compute must wait for the oldest one only.
             lane_owns_rows=not streams.in_host_order and reduce_buffers <= 1,
             # The rows of many ranks are many short strips, which a plain copy fills faster, and a shard is soon scaled.
-            scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4,
+            scales_sums=packing.num_ranks >= MANY_RANKS
+            and group.reduce_dtype.itemsize >= 4
+            and not mesh.comm.remembers,
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
             reduced_by_rank=by_piece.together(mesh.num_owners),

@@ -32,15 +32,16 @@ The cases, and a test that shows each:
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import partial, reduce
 from operator import methodcaller
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -58,6 +59,10 @@ from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tensor.spmd_types import unchecked
+from sherd.wrap.names import plain_name
+
+if TYPE_CHECKING:
+    from sherd.comm.narrowing import Narrowing
 
 
 class GradientObserver(Protocol):
@@ -356,6 +361,11 @@ class Gradients:
         self.partial: _Sum | None = None
         self._host_copies: list[_HostCopy] = []
         self._observer: GradientObserver | None = None
+        self.narrowing: Narrowing | None = None
+        if group.mesh.comm.remembers and group.reduce_dtype.is_floating_point:
+            from sherd.comm.narrowing import Narrowing  # of few policies, so loaded late
+
+            self.narrowing = Narrowing()
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
@@ -379,7 +389,23 @@ class Gradients:
         self._hooks.watch(index, parameter.requires_grad_(True))
         parameter.requires_grad_(self.group.parameters[index].requires_grad)
 
+    def keep(self, earlier: Mapping[str, Narrowing]) -> None:
+        """Go on with what a group of this layout has kept `earlier`, if it is there."""
+        self.narrowing = earlier.get(self.layout, self.narrowing)
+
     # Questions
+
+    @property
+    def layout(self) -> str:
+        return self.layout_of([str(id(each)) for each in self.group.parameters])
+
+    def layout_of(self, names: Sequence[str]) -> str:
+        """Returns a digest of which elements of the group's parameters, which have these `names`, are where in rows."""
+        mesh, slots = self.group.mesh, self.group.gradient_packing.slots
+        over = [reduction is not None and reduction.feedback for reduction in mesh.comm.reductions]
+        at = mesh.shard_rank, mesh.replica, mesh.num_replicas, mesh.shards_replicas
+        text = repr((names, slots, [each.cut.dim for each in slots], tuple(self._plan.reduced_by_piece), at, over))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
@@ -427,6 +453,8 @@ class Gradients:
             yield MemoryKind.REDUCED, host_copy.mean.summed
         if self.partial is not None:
             yield MemoryKind.REDUCED, self.partial.summed
+        for lost in self.narrowing.lost.values() if self.narrowing is not None else ():
+            yield MemoryKind.LOST, lost
 
     @contextmanager
     def observed(self, observer: GradientObserver) -> Iterator[None]:
@@ -590,6 +618,9 @@ class Gradients:
         is_sum = is_of_one and group.is_offloaded and policy.all_reduce_hook is None
         sent, earlier = rows.buffer.tensor, self.partial
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
+        if self.narrowing is not None:
+            sent = self._rounded(rows, self.narrowing) if plan.owned is not None else sent
+            transport = transport.narrowed_by(self.narrowing, "shards")
         if plan.owned is not None or policy.all_reduce_gradients:
             self.partial = None
 
@@ -636,6 +667,12 @@ class Gradients:
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
 
+    def _rounded(self, rows: ReduceBuffer, narrowing: Narrowing) -> torch.Tensor:
+        """Returns the gradients, rounded at random: by parameter and batch, as on any number of ranks."""
+        in_order, names = self.group.mesh.in_order, [plain_name(each.name) for each in self.group.parameters]
+        assert in_order is not None, "the plan has its parts"
+        return rows.rounded([narrowing.key(in_order.reduction, name, *in_order.at) for name in names])
+
     def _add_in_order(
         self, result: list[torch.Tensor], sent: torch.Tensor, earlier: _Sum | None, async_op: bool
     ) -> Pending | None:
@@ -676,21 +713,22 @@ class Gradients:
 
         Returns the sum, and its handoff: of this replica's part only, where the shard is divided over replicas.
         """
-        mesh, result = self.group.mesh, [reduced]
+        mesh, result, between = self.group.mesh, [reduced], self.group.mesh.replicate_transport
+        if self.narrowing is not None:
+            between = between.narrowed_by(self.narrowing, "replicas")
 
         def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 # `earlier` is as wide as the shards. It is added in that width, and sent in the reduce dtype.
                 reduced.copy_(earlier.summed.add_(reduced))
             if mesh.shards_replicas:
-                transport = mesh.replicate_transport
                 own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
-                result[0] = transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device)
-                return transport.reduce_scatter(result[0], reduced, own, async_op)
+                result[0] = between.empty(own[mesh.replica], between.sum_dtype(reduced.dtype), reduced.device)
+                return between.reduce_scatter(result[0], reduced, own, async_op)
             if user is not None:
                 user(reduced)
                 return None
-            return mesh.replicate_transport.all_reduce(reduced, async_op)
+            return between.all_reduce(reduced, async_op)
 
         handoff = self._streams.all_reduce.run(run, after=scattered)
         return result[0], handoff

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from sherd.comm.collectives import UsersCollectives
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
@@ -43,6 +45,8 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         own = plan.owned[mesh.in_order.part] * itemsize
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
+    if plan.owned is not None and mesh.comm.remembers:
+        reduced += sum(plan.owned) * torch.bfloat16.itemsize  # rounded rows
     return GroupSizes(
         shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
@@ -64,7 +68,27 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
         stores_at_once=stores_at_once,
+        lost=_lost_bytes(group, plan) if trained else 0,
     )
+
+
+def _lost_bytes(group: Group, plan: BufferPlan) -> int:
+    """Returns the bytes of what gradients have lost along each axis."""
+    mesh, rows = group.mesh, group.reduce_dtype
+    over_shards, over_replicas = mesh.comm.reductions
+    if not (mesh.comm.remembers and rows.is_floating_point) or mesh.comm.fake_reduce:
+        return 0
+    nbytes, summed = 0, mesh.reduce_transport.sum_dtype(rows)
+    if over_shards is not None and over_shards.feedback and mesh.num_shards > 1:
+        nbytes = sum(plan.reduced_by_rank) * torch.promote_types(rows, torch.float32).itemsize
+    if over_replicas is not None and over_replicas.feedback and mesh.num_replicas > 1:
+        numel = plan.reduced_by_rank[mesh.shard_rank]
+        if not mesh.shards_replicas:
+            from sherd.comm.owner_sums import cut  # of few policies, so loaded late
+
+            numel += cut(numel, mesh.num_replicas)[mesh.replica]  # on its way back
+        nbytes += numel * torch.promote_types(summed, torch.float32).itemsize
+    return nbytes
 
 
 def _row_bytes(weights: Weights, fill: Fill) -> int:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,7 @@ from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy
 from sherd.schedule.state import Live
+from sherd.wrap.names import plain_name
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 """A forward pre-hook that is installed while its unit is at rest only: the dict of a module's hooks, key, hook."""
@@ -116,6 +118,7 @@ class UnitGroups(ABC):
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         self.compared.changed()
+        kept = {each.layout: each.narrowing for each in self.gradients if each.narrowing is not None}
         self.weights, self.gradients = [], []
         part_bytes = self.mesh.comm.part_bytes
         for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
@@ -123,6 +126,8 @@ class UnitGroups(ABC):
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, self._enter_backward, completed)
+            if kept:
+                gradients.keep(kept)
             self.gradients.append(gradients)
             self.weights.append(
                 SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.watch, self._unshard)
@@ -289,7 +294,14 @@ class UnitGroups(ABC):
                 transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
             else:
                 transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
+            if gradients.narrowing is not None:
+                gradients.narrowing.begin(self.backward.number, plain_name(gradients.group.parameters[0].name))
             gradients.reduce(policy, transport)
+
+    def narrowings_kept(self) -> list[Callable[[], None]]:
+        """Returns what restores what is kept of reductions now, and the number of backwards; empty if nothing is."""
+        kept = [each.narrowing.kept() for each in self.gradients if each.narrowing is not None]
+        return [*kept, partial(self.backward.go_on, self.backward.number)] if kept else []
 
     def finish_reduce(self) -> None:
         """Wait for the reductions, and add their results to the gradients of the shards."""

@@ -420,7 +420,7 @@ class Group:
             self.grad_dtype = torch.float32
         self.arriving = _arriving(key, self.reduce_dtype, asked is None)
         if (reduction := mesh.comm.reduce) is not None:
-            self.reduce_dtype = reduction.wire_dtype(self.reduce_dtype)
+            self.reduce_dtype = reduction.row_dtype(self.reduce_dtype)
             self.takes_any_gradient = self.takes_any_gradient and reduction.wire is None
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
