@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import torch
 
@@ -68,27 +69,24 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
         stores_at_once=stores_at_once,
-        lost=_lost_bytes(group, plan) if trained else 0,
+        lost=_lost_bytes(group, plan) if trained and mesh.comm.remembers else 0,
     )
 
 
 def _lost_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes of what gradients have lost along each axis."""
-    mesh, rows = group.mesh, group.reduce_dtype
-    over_shards, over_replicas = mesh.comm.reductions
-    if not (mesh.comm.remembers and rows.is_floating_point) or mesh.comm.fake_reduce:
-        return 0
-    nbytes, summed = 0, mesh.reduce_transport.sum_dtype(rows)
-    if over_shards is not None and over_shards.feedback and mesh.num_shards > 1:
-        nbytes = sum(plan.reduced_by_rank) * torch.promote_types(rows, torch.float32).itemsize
-    if over_replicas is not None and over_replicas.feedback and mesh.num_replicas > 1:
-        numel = plan.reduced_by_rank[mesh.shard_rank]
-        if not mesh.shards_replicas:
-            from sherd.comm.owner_sums import cut  # of few policies, so loaded late
+    """Returns the bytes of what gradients lose along each axis, and on the way back from the replicas."""
+    mesh, numels = group.mesh, [0, 0]
+    over_shards, over_replicas = (each is not None and each.feedback for each in mesh.comm.reductions)
+    if over_shards and mesh.num_shards > 1:
+        numels[0] = sum(plan.reduced_by_rank)
+    if over_replicas and mesh.num_replicas > 1:
+        from sherd.comm.owner_sums import cut  # of few policies, so loaded late
 
-            numel += cut(numel, mesh.num_replicas)[mesh.replica]  # on its way back
-        nbytes += numel * torch.promote_types(summed, torch.float32).itemsize
-    return nbytes
+        numel = plan.reduced_by_rank[mesh.shard_rank]
+        numels[1] = numel + (0 if mesh.shards_replicas else cut(numel, mesh.num_replicas)[mesh.replica])
+    dtypes = group.reduce_dtype, mesh.reduce_transport.sum_dtype(group.reduce_dtype)
+    wide = [torch.promote_types(dtype, torch.float32).itemsize for dtype in dtypes]
+    return 0 if mesh.comm.fake_reduce or group.reduce_dtype.is_complex else sum(map(mul, numels, wide))
 
 
 def _row_bytes(weights: Weights, fill: Fill) -> int:

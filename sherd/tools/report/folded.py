@@ -21,14 +21,7 @@ COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#38
 """The colours of kinds of memory. Colour-blind readers tell them apart, and from those of work: test_page.py."""
 WAIT = "#b3261e"
 """The colour of waits of compute, and of the limit."""
-BOTTOM = (
-    MemoryKind.SHARDS,
-    MemoryKind.OPTIMIZER,
-    MemoryKind.LOST,
-    MemoryKind.GRADIENTS,
-    MemoryKind.PART,
-    TensorKind.INPUT,
-)
+BOTTOM = (MemoryKind.SHARDS, MemoryKind.OPTIMIZER, MemoryKind.GRADIENTS, MemoryKind.PART, TensorKind.INPUT)
 """The kinds at the bottom of the stack, which change least. Above are activations, and then short-lived memory."""
 USUAL = (*BOTTOM[:3], TensorKind.ACTIVATION, TensorKind.TEMPORARY, MemoryKind.UNSHARDED, TensorKind.LOGITS)
 """The kinds that have the same colours on all pages."""
