@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sherd.codecs import encode_parts, round_to_bf16
+from sherd.comm.streams import is_capturing
+from sherd.errors import PolicyError
 from sherd.policy import Codec, Reduction
 
 CHUNK = 1 << 20
@@ -17,85 +20,80 @@ CHUNK = 1 << 20
 
 
 class Narrowing:
-    """What one group keeps of its reductions. All of it is written on the lane that reduces.
+    """What one group, on `device`, keeps of its reductions. All of it is written on the lane that reduces.
 
     Attributes:
         lost: what this rank's values have lost (exact - decoded) and have not sent yet: of "shards", rows for the shard
             axis; "replicas", sums of a shard for its replicas; "back", this rank's part of the replicas' sum on its way
             back. float32 or wider, since what is kept in a narrower dtype would be rounded, too. Zero where a value, or
             what is decoded of it, is not finite.
-        number: how many backwards came before the present reduction.
         name: of the group's first parameter in the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.lost: dict[str, Tensor] = {}
-        self.number, self._turn, self.name = -1, 0, ""
+        self._device, self._number, self._turn, self.name = device, -1, 0, ""
 
     def begin(self, number: int, name: str) -> None:
         """Note a reduction after `number` backwards, of the group whose first parameter has the `name`."""
-        self._turn = self._turn + 1 if number == self.number else 0
-        self.number, self.name = number, name
+        self._turn = self._turn + 1 if number == self._number else 0
+        self._number, self.name = number, name
 
     def key(self, reduction: Reduction, name: str, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
         """Returns a key of random numbers for what has the `name`.
 
         It has the number of a batch among those of all ranks, so that it does not depend on the number of ranks.
         """
-        return reduction.seed, self.number * num_ranks + rank, self._turn, number_of(name)
+        if reduction.is_stochastic and is_capturing(self._device):
+            raise PolicyError(
+                "Reduction(rounding='stochastic') in a step that is captured as a graph: replays would draw the same "
+                "random numbers; take feedback=True in its place"
+            )
+        return reduction.seed, self._number * num_ranks + rank, self._turn, number_of(name)
 
     def narrowed(
-        self,
-        codec: Codec | None,
-        reduction: Reduction,
-        what: str,
-        values: Tensor,
-        sizes: Sequence[int],
-        key: Sequence[int],
+        self, codec: Codec | None, reduction: Reduction, what: str, values: Tensor, sizes: Sequence[int], rank: int
     ) -> tuple[Tensor, Sequence[int]]:
-        """Returns what is sent in the place of `values`, which have parts of `sizes`, and the lengths of its parts."""
+        """Returns what `rank` sends for `values`, which have parts of `sizes`, and the lengths of its parts."""
         if reduction.feedback:
-            values = self._with_lost(what, values)
+            if what not in self.lost:
+                wide = torch.promote_types(values.dtype, torch.float32)
+                self.lost[what] = torch.zeros_like(values, dtype=wide)
+            values = self.lost[what].add_(values)  # the sum, of which what is lost now will be left
         lengths = sizes
         if codec is not None:
             sent, lengths = encode_parts(codec, values, sizes)
         elif reduction.is_stochastic:
+            key = self.key(reduction, f"{self.name}, {what}", rank, dist.get_world_size())
             sent = torch.empty_like(values, dtype=torch.bfloat16)
             for number, (part, exact) in enumerate(zip(sent.split(CHUNK), values.split(CHUNK), strict=True)):
                 part.copy_(round_to_bf16(exact, (*key, number)))
         else:
             sent = values.to(reduction.wire_dtype(values.dtype))
         if reduction.feedback:
-            for lost, decoded in zip(values.split(list(sizes)), sent.split(list(lengths)), strict=True):
+            for lost, encoded in zip(values.split(list(sizes)), sent.split(list(lengths)), strict=True):
+                decoded = encoded if codec is None else torch.empty_like(lost)
                 if codec is not None:
-                    codec.decode(decoded, decoded := torch.empty_like(lost))
-                torch.nan_to_num_(lost.sub_(decoded), 0.0, 0.0, 0.0)
+                    codec.decode(encoded, decoded)
+                lost.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
         return sent, lengths
 
-    def _with_lost(self, what: str, values: Tensor) -> Tensor:
-        """Returns `values` with what was lost before added: the buffer of that, which what is lost now replaces."""
-        lost = self.lost.get(what)
-        if lost is None or lost.shape != values.shape:
-            lost = torch.zeros_like(values, dtype=dtype_of_lost(values.dtype))
-        self.lost[what] = lost = lost.to(values.device)
-        return lost.add_(values)
-
-    def go_on(self, lost: dict[str, Tensor]) -> None:
-        """Take over what was `lost` before, as by this rank of a training that is resumed."""
-        self.lost = lost
+    def go_on(self, lost: Mapping[str, Tensor]) -> None:
+        """Take over what was `lost` before, in place: a step that was captured as a graph has the memory."""
+        for each in self.lost.values():
+            each.zero_()
+        for what, each in lost.items():
+            self.lost.setdefault(what, each).copy_(each)
 
     def kept(self) -> Callable[[], None]:
         """Returns what restores the present state."""
-        number, turn, lost = self.number, self._turn, {what: each.clone() for what, each in self.lost.items()}
+        number, turn, lost = self._number, self._turn, {what: each.clone() for what, each in self.lost.items()}
 
         def undo() -> None:
-            self.number, self._turn, self.lost = number, turn, lost
+            self._number, self._turn = number, turn
+            self.go_on(lost)
 
         return undo
-
-
-def dtype_of_lost(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 @cache

@@ -50,9 +50,7 @@ class OwnerSums(Transport):
         """Returns what is sent of `values`, which have parts of `sizes`, and the lengths of its parts."""
         codec = self._codec_for(values)
         if self._narrowing is not None and values.is_floating_point():
-            name = f"{self._narrowing.name}, {what}"
-            key = self._narrowing.key(self._reduction, name, dist.get_rank(), dist.get_world_size())
-            return self._narrowing.narrowed(codec, self._reduction, what, values, sizes, key)
+            return self._narrowing.narrowed(codec, self._reduction, what, values, sizes, dist.get_rank())
         if codec is not None:
             return encode_parts(codec, values, sizes)
         return values.to(wire), sizes

@@ -35,7 +35,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
@@ -365,7 +365,7 @@ class Gradients:
         if group.mesh.comm.remembers and group.reduce_dtype.is_floating_point:
             from sherd.comm.narrowing import Narrowing  # of few policies, so loaded late
 
-            self.narrowing = Narrowing()
+            self.narrowing = Narrowing(group.device)
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
@@ -389,15 +389,15 @@ class Gradients:
         self._hooks.watch(index, parameter.requires_grad_(True))
         parameter.requires_grad_(self.group.parameters[index].requires_grad)
 
-    def keep(self, earlier: Mapping[str, Narrowing]) -> None:
-        """Go on with what a group of this layout has kept `earlier`, if it is there."""
-        self.narrowing = earlier.get(self.layout, self.narrowing)
+    def keep(self, earlier: Iterable[Gradients]) -> None:
+        """Go on with what a group of the same parameters, device and layout has kept `earlier`."""
+
+        def layout(of: Gradients) -> str:
+            return of.layout_of([str(of.group.device), *(str(id(each)) for each in of.group.parameters)])
+
+        self.narrowing = {layout(each): each.narrowing for each in earlier}.get(layout(self), self.narrowing)
 
     # Questions
-
-    @property
-    def layout(self) -> str:
-        return self.layout_of([str(id(each)) for each in self.group.parameters])
 
     def layout_of(self, names: Sequence[str]) -> str:
         """Returns a digest of which elements of the group's parameters, which have these `names`, are where in rows."""
