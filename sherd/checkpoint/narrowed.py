@@ -33,7 +33,7 @@ def load(models: Sequence[ModelTensors], json: Mapping[str, Any], own: Mapping[s
     for unit, name, layout, narrowing in _narrowings(models):
         unit.backward.go_on(json[BATCHES] // _ranks(unit))
         of_group = dict(of_groups.get(name, {}))
-        if json[LOST] and of_group.pop(LAYOUT, None) != layout:
+        if json.get(LOST) and of_group.pop(LAYOUT, None) != layout:
             of_group, is_dropped = {}, True
         narrowing.go_on({what: each.to(unit.mesh.device) for what, each in of_group.items()})
     if is_dropped and own_rank() == 0:

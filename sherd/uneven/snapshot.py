@@ -1,7 +1,5 @@
 """Copies of all state that a step changes, to undo it: buffers, gradients, random states, parameters, optimizers.
 
-Also what gradients have lost on the wire.
-
 Tensors get their elements back in place, because others hold views of them: shard buffers, spans of an optimizer.
 """
 

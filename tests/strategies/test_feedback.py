@@ -302,19 +302,6 @@ def test_a_step_that_is_undone_leaves_no_trace(rounding, world):
         assert found[2] == wanted[2] == 3
 
 
-@on_processes(2)
-def test_feedback_goes_on_when_a_policy_regroups_a_unit():
-    plain, model = Simulated(Grid()), sharded_model(Reduction(wire=Grid(), feedback=True))
-    for step in range(3):
-        plain.backward(step)
-        loss_of(model, step, dist.get_rank()).backward()
-        for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
-            assert torch.equal(full(ours.grad), theirs.grad)
-        model.zero_grad()
-        for unit in Unit.below(model):
-            unit.regroup()
-
-
 # Training
 
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
@@ -388,14 +388,6 @@ class Gradients:
         # because it may be trained later.
         self._hooks.watch(index, parameter.requires_grad_(True))
         parameter.requires_grad_(self.group.parameters[index].requires_grad)
-
-    def keep(self, earlier: Iterable[Gradients]) -> None:
-        """Go on with what a group of the same parameters, device and layout has kept `earlier`."""
-
-        def layout(of: Gradients) -> str:
-            return of.layout_of([str(of.group.device), *(str(id(each)) for each in of.group.parameters)])
-
-        self.narrowing = {layout(each): each.narrowing for each in earlier}.get(layout(self), self.narrowing)
 
     # Questions
 

@@ -118,15 +118,13 @@ class UnitGroups(ABC):
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         self.compared.changed()
-        before, self.weights, self.gradients = self.gradients, [], []
+        self.weights, self.gradients = [], []
         part_bytes = self.mesh.comm.part_bytes
         for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
             group = Group(batch.parameters, self.precision, self.place, batch.is_part, batch.promoted)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, self._enter_backward, completed)
-            if gradients.narrowing is not None:
-                gradients.keep(before)
             self.gradients.append(gradients)
             self.weights.append(
                 SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.watch, self._unshard)
