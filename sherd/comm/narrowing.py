@@ -56,7 +56,7 @@ class Narrowing:
     ) -> tuple[Tensor, Sequence[int]]:
         """Returns what `rank` sends for `values`, which have parts of `sizes`, and the lengths of its parts."""
         if reduction.feedback:
-            if what not in self.lost:
+            if what not in self.lost or self.lost[what].shape != values.shape:
                 wide = torch.promote_types(values.dtype, torch.float32)
                 self.lost[what] = torch.zeros_like(values, dtype=wide)
             values = self.lost[what].add_(values)  # the sum, of which what is lost now will be left
