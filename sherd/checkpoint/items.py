@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec
-from sherd.checkpoint import narrowed
 from sherd.checkpoint.blockwise import apart, together
 from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.encoding import DTYPES, NOT_WRITTEN, Json, Tensors, decoded, encoded, read_into, read_tensor
@@ -140,12 +139,14 @@ class ModuleItem(Item):
     def contents(self, tensors: Tensors, compare: bool) -> Json:
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        self.own, json = narrowed.own_of(self._tensors), narrowed.json_of(self._tensors)
-        return {
-            "kind": self.kind,
-            **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {}),
-            **({NARROWED: json} if json else {}),
-        }
+        json = {"kind": self.kind}
+        if extra:
+            json[EXTRA] = encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)
+        if any(unit.mesh.comm.remembers for module in self._tensors for unit in module.units):
+            from sherd.checkpoint import narrowed  # seldom needed, so loaded late
+
+            self.own, json[NARROWED] = narrowed.own_of(self._tensors), narrowed.json_of(self._tensors)
+        return json
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -199,6 +200,8 @@ class ModuleItem(Item):
     def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
         """Load what gradients have lost on the wire; under another layout that is dropped, with a warning."""
         if (json := self.json(source).get(NARROWED)) is not None:
+            from sherd.checkpoint import narrowed  # seldom needed, so loaded late
+
             try:
                 narrowed.load(self._tensors, json, own, str(source.place))
             except NOT_WRITTEN:

@@ -15,10 +15,10 @@ LOST, BATCHES, LAYOUT = "lost", "batches", "layout"
 
 
 def json_of(models: Sequence[ModelTensors]) -> Json:
-    """Returns how many batches all ranks together have reduced, and whether something was lost; empty if none count."""
+    """Returns how many batches all ranks together have reduced, and whether something was lost."""
     found = list(_narrowings(models))
-    lost = any(narrowing.lost for *_, narrowing in found)
-    return {BATCHES: max(unit.backward.number * _ranks(unit) for unit, *_ in found), LOST: lost} if found else {}
+    batches = (unit.backward.number * _ranks(unit) for unit, *_ in found)
+    return {BATCHES: max(batches, default=0), LOST: any(narrowing.lost for *_, narrowing in found)}
 
 
 def own_of(models: Sequence[ModelTensors]) -> dict[str, dict[str, Any]]:

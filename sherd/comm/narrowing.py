@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sherd.codecs import encode_parts, round_to_bf16
-from sherd.comm.streams import is_capturing
-from sherd.errors import PolicyError
 from sherd.policy import Codec, Reduction
 
 CHUNK = 1 << 20
@@ -20,7 +18,7 @@ CHUNK = 1 << 20
 
 
 class Narrowing:
-    """What one group, on `device`, keeps of its reductions. All of it is written on the lane that reduces.
+    """What one group keeps of its reductions. All of it is written on the lane that reduces.
 
     Attributes:
         lost: what this rank's values have lost (exact - decoded) and have not sent yet: of "shards", rows for the shard
@@ -30,9 +28,9 @@ class Narrowing:
         name: of the group's first parameter in the model.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.lost: dict[str, Tensor] = {}
-        self._device, self._number, self._turn, self.name = device, -1, 0, ""
+        self._number, self._turn, self.name = -1, 0, ""
 
     def begin(self, number: int, name: str) -> None:
         """Note a reduction after `number` backwards, of the group whose first parameter has the `name`."""
@@ -44,11 +42,6 @@ class Narrowing:
 
         It has the number of a batch among those of all ranks, so that it does not depend on the number of ranks.
         """
-        if reduction.is_stochastic and is_capturing(self._device):
-            raise PolicyError(
-                "Reduction(rounding='stochastic') in a step that is captured as a graph: replays would draw the same "
-                "random numbers; take feedback=True in its place"
-            )
         return reduction.seed, self._number * num_ranks + rank, self._turn, number_of(name)
 
     def narrowed(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sherd.codecs import codec_of, decode_parts, encode_parts
 from sherd.comm.narrowing import Narrowing
-from sherd.comm.transport import Pending, Sizes, Transport, parts, then
+from sherd.comm.transport import Pending, Sizes, Transport, held, parts, then
 from sherd.policy import Codec, Reduction
 
 
@@ -91,7 +91,7 @@ class OwnerSums(Transport):
             pending = self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
         else:
             pending = self._transport.add_onto(shard_buffer.zero_(), sent, sizes, async_op)
-        return pending if sent is rows else then(pending, partial(_after, sent, _nothing))
+        return pending if sent is rows else then(pending, partial(held, sent))
 
     def _codec_for(self, values: torch.Tensor) -> Codec | None:
         return self._codec if values.is_floating_point() else None
@@ -205,7 +205,4 @@ class SumsInOrder:
         given = parts(rows, sizes)
         sent, lengths = torch.cat([given[part] for part in self._order]), Sizes(sizes[part] for part in self._order)
         pending = self._transport.add_onto(total, sent, lengths, async_op)
-        return then(pending, partial(_after, sent, _nothing))
-
-
-def _nothing() -> None: ...
+        return then(pending, partial(held, sent))

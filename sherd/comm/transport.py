@@ -194,6 +194,10 @@ def then(pending: Pending | None, act: Callable[[], None]) -> Pending | None:
     return None
 
 
+def held(*buffers: torch.Tensor) -> None:
+    """Do nothing: `then(pending, partial(held, buffer))` holds a buffer until a collective is done."""
+
+
 class NoTransport(Transport):
     """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 

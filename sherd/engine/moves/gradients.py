@@ -48,14 +48,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
-from sherd.comm.streams import CommStream, Handoff, Streams
-from sherd.comm.transport import Pending, Sizes, Transport, parts
+from sherd.comm.streams import CommStream, Handoff, Streams, is_capturing
+from sherd.comm.transport import Pending, Sizes, Transport, held, parts, then
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.moves.buffer_views import ReduceBuffer
 from sherd.engine.moves.shard_gradients import ShardGradients
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import num_trainable
-from sherd.errors import GradientError
+from sherd.errors import GradientError, PolicyError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tensor.spmd_types import unchecked
@@ -365,7 +365,7 @@ class Gradients:
         if group.mesh.comm.remembers and group.reduce_dtype.is_floating_point:
             from sherd.comm.narrowing import Narrowing  # of few policies, so loaded late
 
-            self.narrowing = Narrowing(group.device)
+            self.narrowing = Narrowing()
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
@@ -610,9 +610,6 @@ class Gradients:
         is_sum = is_of_one and group.is_offloaded and policy.all_reduce_hook is None
         sent, earlier = rows.buffer.tensor, self.partial
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
-        if self.narrowing is not None:
-            sent = self._rounded(rows, self.narrowing) if plan.owned is not None else sent
-            transport = transport.narrowed_by(self.narrowing, "shards")
         if plan.owned is not None or policy.all_reduce_gradients:
             self.partial = None
 
@@ -621,7 +618,7 @@ class Gradients:
                 result.append(sent)
                 return None
             if plan.owned is not None:
-                return self._add_in_order(result, sent, earlier, async_op)
+                return self._add_in_order(result, rows, sent, earlier, async_op)
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
             result.append(reduced)
@@ -659,14 +656,29 @@ class Gradients:
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
 
-    def _rounded(self, rows: ReduceBuffer, narrowing: Narrowing) -> torch.Tensor:
-        """Returns the gradients, rounded at random: by parameter and batch, as on any number of ranks."""
-        in_order, names = self.group.mesh.in_order, [plain_name(each.name) for each in self.group.parameters]
-        assert in_order is not None, "the plan has its parts"
-        return rows.rounded([narrowing.key(in_order.reduction, name, *in_order.at) for name in names])
+    def narrowed(self, transport: Transport, number: int) -> Transport:
+        """Returns `transport` for a reduction after `number` backwards, of which is kept what it loses.
+
+        Raises:
+            PolicyError: it would round at random in a graph, whose replays draw the same numbers.
+        """
+        assert self.narrowing is not None, "the policy asks for it"
+        reductions = self.group.mesh.comm.reductions
+        if any(each is not None and each.is_stochastic for each in reductions) and is_capturing(self.group.device):
+            raise PolicyError(
+                f"{self.group.name}: Reduction(rounding='stochastic') in a step that is captured as a graph: replays "
+                "would draw the same random numbers; take feedback=True in its place"
+            )
+        self.narrowing.begin(number, plain_name(self.group.parameters[0].name))
+        return transport.narrowed_by(self.narrowing, "shards")
 
     def _add_in_order(
-        self, result: list[torch.Tensor], sent: torch.Tensor, earlier: _Sum | None, async_op: bool
+        self,
+        result: list[torch.Tensor],
+        rows: ReduceBuffer,
+        sent: torch.Tensor,
+        earlier: _Sum | None,
+        async_op: bool,
     ) -> Pending | None:
         """Sum over all ranks in their order, on the lane, onto what `earlier` backwards left. `result` gets the sum."""
         in_order, owned = self.group.mesh.in_order, self._plan.owned
@@ -676,7 +688,12 @@ class Gradients:
             result.append(torch.zeros(owned[in_order.part], dtype=dtype, device=self.group.device))
         else:
             result.append(earlier.summed.to(dtype))
-        return in_order.add(result[0], sent, owned, async_op)
+        if self.narrowing is None:
+            return in_order.add(result[0], sent, owned, async_op)
+        # By parameter and batch, as on any number of ranks.
+        names = [plain_name(each.name) for each in self.group.parameters]
+        rounded = rows.rounded([self.narrowing.key(in_order.reduction, name, *in_order.at) for name in names])
+        return then(in_order.add(result[0], rounded, owned, async_op), partial(held, rounded))
 
     def _owned_of_shard(self, owned: Sizes) -> Sizes:
         """Returns the lengths of the parts of this rank's shard that its replicas own."""

@@ -45,8 +45,8 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         itemsize = mesh.in_order.reduction.sum_dtype(reduce).itemsize
         own = plan.owned[mesh.in_order.part] * itemsize
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
-        reduced += mesh.comm.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
+        scratch += mesh.comm.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
     return GroupSizes(
         shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,

@@ -33,7 +33,6 @@ from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy
 from sherd.schedule.state import Live
-from sherd.wrap.names import plain_name
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 """A forward pre-hook that is installed while its unit is at rest only: the dict of a module's hooks, key, hook."""
@@ -292,7 +291,7 @@ class UnitGroups(ABC):
             else:
                 transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
             if gradients.narrowing is not None:
-                gradients.narrowing.begin(self.backward.number, plain_name(gradients.group.parameters[0].name))
+                transport = gradients.narrowed(transport, self.backward.number)
             gradients.reduce(policy, transport)
 
     def narrowings_kept(self) -> list[Callable[[], None]]:
