@@ -25,7 +25,10 @@ REDUCTIONS = {
 
 
 def trained(device: str, reduction: Reduction, folder: Path | None = None) -> tuple[list[Tensor], int]:
-    """Trains four steps, of which a model that loads makes the last two. Returns parameters, and waits of the host."""
+    """Trains seven steps, maybe the last five with a model that loads. Returns parameters, and waits of the host.
+
+    These are of the last step, unless it loads: after the first of an optimizer, ranks compare the values of replicas.
+    """
 
     def made() -> tuple[sherd.FSDPModule, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -37,18 +40,18 @@ def trained(device: str, reduction: Reduction, folder: Path | None = None) -> tu
         return model, torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
 
     model, optimizer = made()
-    inputs = [noise(number, dist.get_rank(), 3, WIDTH).to(device) for number in range(4)]
+    inputs = [noise(number, dist.get_rank(), 3, WIDTH).to(device) for number in range(7)]
     for number, x in enumerate(inputs):
         if number == 2 and folder is not None:
             sherd.save(folder, {"model": model}, step=number)
             model, optimizer = made()
             sherd.load(folder, {"model": model})
-        elif number == 3 and device == "sim":
+        elif number == 6 and device == "sim":
             simdevice.host_waits()
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    waits = len(simdevice.host_waits()) if device == "sim" else 0
+    waits = len(simdevice.host_waits()) if device == "sim" and folder is None else 0
     return [each.full_tensor().cpu() for each in model.parameters()], waits
 
 
