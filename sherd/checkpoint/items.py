@@ -142,7 +142,7 @@ class ModuleItem(Item):
         json = {"kind": self.kind}
         if extra:
             json[EXTRA] = encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)
-        if any(unit.mesh.comm.remembers for module in self._tensors for unit in module.units):
+        if any(unit.mesh.remembers for module in self._tensors for unit in module.units):
             from sherd.checkpoint import narrowed  # seldom needed, so loaded late
 
             self.own, json[NARROWED] = narrowed.own_of(self._tensors), narrowed.json_of(self._tensors)

@@ -123,7 +123,7 @@ class BufferPlan:
         # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
         # On one rank nothing is gathered: what rests in host memory is copied straight into place, on the lane.
         may_be_rows = packing.is_cut_into_runs or (packing.direct and (streams.in_host_order or group.is_one_piece))
-        is_remembered = mesh.comm.remembers  # what was lost before is of gradients that are scaled already
+        is_remembered = mesh.remembers  # what was lost before is of gradients that are scaled already
         is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0 and not is_remembered
         by_piece = Sizes(numel + flags for numel in reduced.shard_numels)
         is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device

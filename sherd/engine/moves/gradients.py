@@ -362,7 +362,7 @@ class Gradients:
         self._host_copies: list[_HostCopy] = []
         self._observer: GradientObserver | None = None
         self.narrowing: Narrowing | None = None
-        if group.mesh.comm.remembers and group.reduce_dtype.is_floating_point:
+        if group.mesh.remembers and group.reduce_dtype.is_floating_point:
             from sherd.comm.narrowing import Narrowing  # of few policies, so loaded late
 
             self.narrowing = Narrowing()

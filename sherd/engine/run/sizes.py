@@ -46,7 +46,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         own = plan.owned[mesh.in_order.part] * itemsize
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
-        scratch += mesh.comm.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
+        scratch += mesh.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
     return GroupSizes(
         shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
@@ -68,7 +68,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
         stores_at_once=stores_at_once,
-        lost=_lost_bytes(group, plan) if trained and mesh.comm.remembers else 0,
+        lost=_lost_bytes(group, plan) if trained and mesh.remembers else 0,
     )
 
 
