@@ -550,3 +550,5 @@ def test_a_wire_as_wide_as_the_gradients_is_refused():
     model = sherd.fully_shard(nn.Linear(4, 4), comm_policy=CommPolicy(reduce=REDUCTIONS["bfloat16"]))
     with pytest.raises(PolicyError, match=r"leave set_reduce_scatter_unused_params.False. out"):
         model.set_reduce_scatter_unused_params(False)
+    with pytest.raises(PolicyError, match="a reduction of the user's own would not; leave one of the two out"):
+        Unit.of(model).change(all_reduce=lambda _: None)
