@@ -15,6 +15,7 @@ import sherd
 from sherd import CommPolicy, Reduction
 from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError, PolicyTypeError
+from sherd.tools.plan.tracing import traced
 from tests.strategies import test_reproducible as reproducible
 from tests.support.ranks.bodies import on_processes, on_threads
 
@@ -427,6 +428,10 @@ def reported(options: dict[str, Any], wire: Any) -> None:
     report = sherd.memory_report(model)
     assert report.predicted_peak == report.measured_peak
     assert held >= 4 * sum(each.numel() for each in plain_model().parameters())  # unsharded
+    with traced(model, torch.optim.SGD(model.parameters(), lr=0.1)) as trace:
+        loss_of(model, 0, dist.get_rank()).backward()
+    changes = [each for each in trace.timeline.changes if each.kind == "lost on the wire"]
+    assert sum(each.nbytes for each in changes if each.time == 0) == sum(each.nbytes for each in changes) == held
 
 
 @pytest.mark.values
@@ -446,6 +451,26 @@ def test_a_plan_of_a_model_without_memory_has_it():
     model = sharded_model(reduction)
     loss_of(model, 0, dist.get_rank()).backward()
     assert kinds_of(planned)[1] == kinds_of(model)[0] > 0
+
+
+def in_units(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in (*model.children(), model):
+        sherd.fully_shard(layer, **options | {"comm_policy": CommPolicy(reduce=REDUCTIONS["int8"])})
+    return model
+
+
+def held_by_ranks() -> int:
+    model = sharded_model(REDUCTIONS["int8"])
+    loss_of(model, 0, dist.get_rank()).backward()
+    return sum(each.nbytes for each in lost_in(model))
+
+
+def test_a_plan_whose_units_keep_it_has_it_at_its_peak(world):
+    settings = {"strategy": "auto", "placement": "shard", "reshard": True, "checkpointing": False, "micro_batch": 4}
+    found = sherd.plan(
+        plain_model(), (1, 2), torch.zeros(4, 6), cluster="laptop", compute_dtype=None, shard=in_units, **settings
+    )
+    assert [found.timeline.peak.by_kind["lost on the wire"]] * 2 == world(2).run(held_by_ranks)
 
 
 # Rounding at random
