@@ -673,12 +673,7 @@ class Gradients:
         return transport.narrowed_by(self.narrowing, "shards")
 
     def _add_in_order(
-        self,
-        result: list[torch.Tensor],
-        rows: ReduceBuffer,
-        sent: torch.Tensor,
-        earlier: _Sum | None,
-        async_op: bool,
+        self, result: list[torch.Tensor], rows: ReduceBuffer, sent: torch.Tensor, earlier: _Sum | None, async_op: bool
     ) -> Pending | None:
         """Sum over all ranks in their order, on the lane, onto what `earlier` backwards left. `result` gets the sum."""
         in_order, owned = self.group.mesh.in_order, self._plan.owned
