@@ -292,11 +292,15 @@ def round_to_bf16(values: Tensor, key: Sequence[int]) -> Tensor:
         values: floating-point, of any shape, with fewer than 2^32 elements; float64 is rounded to float32 first.
         key: integers modulo 2^64, as (seed, step, rank): other keys draw other numbers.
     """
+    return rounded_by(values, random_bits(values.numel(), key, values.device).view(values.shape))
+
+
+def rounded_by(values: Tensor, random: Tensor) -> Tensor:
+    """Returns `values` as bfloat16, rounded by 16 random bits each, int32."""
     exact = values.to(torch.float32)
     # 2^16 values of float32 are between two neighbours in bfloat16, and their low 16 bits say where: these and 16
     # random bits carry into the upper half with the probability that the value is as near to the upper neighbour.
     bits = exact.contiguous().view(torch.int32)
-    random = random_bits(values.numel(), key, values.device).view(values.shape)
     rounded = (bits + random & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(exact), rounded, exact).to(torch.bfloat16)
 

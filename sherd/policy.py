@@ -273,6 +273,7 @@ class Codec(ABC):
 
 
 ORDERS = ("any", "ranks")
+ROUNDINGS = ("nearest", "stochastic")
 CODECS = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
 """The names of formats that `sherd.codec` makes."""
 
@@ -289,15 +290,26 @@ class Reduction:
             on onto those of the micro-batches before. If micro-batch j of rank r is the batch j * W + r of W ranks, the
             sum has the same bits for each W. Every backward then reduces; the bytes are those of a reduce-scatter over
             all data-parallel ranks.
+        feedback: each rank keeps what its gradients have lost on the wire, and adds it to those of its next reduction
+            (error feedback: Seide et al., 2014; Karimireddy et al., 2019). That takes 4 bytes for each element that a
+            rank sends along an axis, sharded or not. Units then reduce unused parameters, as under a codec.
+        rounding: "nearest", or "stochastic": a wire of bfloat16 rounds up or down at random, so that the mean of many
+            roundings is the value. Of a run that is repeated or resumed the bits are the same; in the order of ranks
+            for each W, too.
+        seed: of the random numbers, 0 or more.
 
     Raises:
-        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, a codec's name or the order is unknown, or
-            a codec is to add in the order of ranks. `PolicyTypeError`: it is no dtype.
+        PolicyError: `wire` or `sum` is no floating dtype of 16 bits or more, a codec's name, the order or the rounding
+            is unknown, or a codec is to add in the order of ranks; `feedback` in that order or without a `wire`;
+            "stochastic" without a wire of bfloat16. `PolicyTypeError`: it is no dtype, `feedback` no bool.
     """
 
     wire: torch.dtype | str | Codec | None = None
     sum: torch.dtype | None = None
     order: str = "any"
+    feedback: bool = False
+    rounding: str = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.wire, str) and self.wire not in CODECS:
@@ -316,6 +328,27 @@ class Reduction:
                 raise PolicyError(f"Reduction({name}={dtype}): expected a real dtype of 16 bits or more")
         if self.order not in ORDERS:
             raise PolicyError(f"Reduction(order={self.order!r}): expected one of {', '.join(ORDERS)}")
+        require_bool("Reduction(feedback={})", self.feedback)
+        require_int("Reduction(seed={})", self.seed, 0)
+        if self.feedback and (self.is_in_order or self.wire is None):
+            why = "what a rank has lost depends on the number of ranks; take order='any'"
+            why = why if self.is_in_order else "without a wire nothing is lost; give wire=, a codec or a dtype"
+            raise PolicyError(f"Reduction(wire={self.wire!r}, order={self.order!r}, feedback=True): {why}")
+        if self.rounding not in ROUNDINGS:
+            raise PolicyError(f"Reduction(rounding={self.rounding!r}): expected one of {', '.join(ROUNDINGS)}")
+        if self.is_stochastic and str(self.wire) != "torch.bfloat16":
+            raise PolicyError(
+                f"Reduction(wire={self.wire!r}, rounding='stochastic'): only wire=torch.bfloat16 is rounded at random"
+            )
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether a rank keeps something from one reduction to the next: what was lost, or how many there were."""
+        return self.feedback or self.is_stochastic
 
     @property
     def is_in_order(self) -> bool:
@@ -330,6 +363,22 @@ class Reduction:
         """Returns the dtype in which gradients travel, or are encoded, that would else be reduced in `dtype`."""
         wire: Any = None if self.is_encoded or not dtype.is_floating_point else self.wire
         return wire or dtype
+
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which they are collected: the wire's, unless what that loses is to be known.
+
+        Raises:
+            PolicyError: the wire would lose nothing.
+        """
+        wire = self.wire_dtype(dtype)
+        if not self.is_remembered or not dtype.is_floating_point:
+            return wire
+        if not self.is_encoded and wire.itemsize >= dtype.itemsize:
+            raise PolicyError(
+                f"{self}: gradients in {dtype} lose nothing on this wire; leave feedback and rounding out, or give "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        return dtype
 
     def sum_dtype(self, wire: torch.dtype) -> torch.dtype:
         """Returns the dtype of the sums of gradients that travel in `wire`."""
@@ -443,8 +492,18 @@ class CommPolicy:
 
     @property
     def encodes_gradients(self) -> bool:
-        """Whether gradients travel as the bytes of a codec, along one axis or both."""
-        return any(each is not None and each.is_encoded for each in (self.reduce, self.reduce_replicas))
+        """Whether gradients travel as the bytes of a codec, along one axis or both, or with what others have lost."""
+        return any(each is not None and (each.is_encoded or each.feedback) for each in self.reductions)
+
+    @property
+    def reductions(self) -> tuple[Reduction | None, Reduction | None]:
+        """The reductions along the shard axis, and between replicas."""
+        return self.reduce, self.reduce_replicas or self.reduce
+
+    @property
+    def remembers(self) -> bool:
+        """Whether ranks keep something from one reduction to the next."""
+        return any(each is not None and each.is_remembered for each in self.reductions)
 
     @property
     def sums_in_order(self) -> bool:

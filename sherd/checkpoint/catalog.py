@@ -273,7 +273,7 @@ class ModelTensors:
             for name in below._buffers.keys() - below._non_persistent_buffers_set
         } & self.buffers.keys()
         owners = [*Unit.below(module), *(record.owner for record in self.records.values())]
-        self._units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
+        self.units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -291,7 +291,7 @@ class ModelTensors:
 
         Units take over the values of tensors that a user has put in the place of shards.
         """
-        for unit in self._units:
+        for unit in self.units:
             unit.require_at_rest(call)
             unit.notice_replaced()
         on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
@@ -300,7 +300,7 @@ class ModelTensors:
 
     def compare_replicas(self, call: str) -> None:
         """Raise `CommError` on all ranks if replicas hold different shards. All ranks must call it, for `call`."""
-        if replicated := [unit for unit in self._units if unit.compared.has_replicas]:
+        if replicated := [unit for unit in self.units if unit.compared.has_replicas]:
             Runtime.agree_on_call(replicated, call, (), with_values=True)
 
     def take(self, values: Named) -> None:
@@ -325,11 +325,11 @@ class ModelTensors:
 
     def before_writing(self) -> None:
         """Find the memory of shards that a user has moved."""
-        for unit in self._units:
+        for unit in self.units:
             unit.notice_moved()
 
     def after_writing(self) -> None:
         """Tell the units that their shards have other values."""
-        for unit in self._units:
+        for unit in self.units:
             unit.compared.loaded()
             unit.shards_written()

@@ -38,6 +38,8 @@ from sherd.tensor.structures import map_tensors
 OWN = "own"
 OPTIONS = "own_options"
 """The key in the JSON of an optimizer for the keys of state that is each rank's own, by parameter."""
+NARROWED = "narrowed"
+"""The key in the JSON of a module for `sherd.checkpoint.narrowed`."""
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
 
@@ -137,7 +139,14 @@ class ModuleItem(Item):
     def contents(self, tensors: Tensors, compare: bool) -> Json:
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        return {"kind": self.kind, **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
+        json = {"kind": self.kind}
+        if extra:
+            json[EXTRA] = encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)
+        if any(unit.mesh.remembers for module in self._tensors for unit in module.units):
+            from sherd.checkpoint import narrowed  # seldom needed, so loaded late
+
+            self.own, json[NARROWED] = narrowed.own_of(self._tensors), narrowed.json_of(self._tensors)
+        return json
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -187,6 +196,16 @@ class ModuleItem(Item):
         for path, below in self._with_extra_state():
             if path in extra:
                 below.set_extra_state(extra[path])
+
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
+        """Load what gradients have lost on the wire; under another layout that is dropped, with a warning."""
+        if (json := self.json(source).get(NARROWED)) is not None:
+            from sherd.checkpoint import narrowed  # seldom needed, so loaded late
+
+            try:
+                narrowed.load(self._tensors, json, own, str(source.place))
+            except NOT_WRITTEN:
+                self.require(False, source)
 
 
 class OptimizerItem(Item):

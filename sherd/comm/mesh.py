@@ -68,7 +68,8 @@ class DataMesh:
         self.full = full
         self.dims = dims
         self.comm, self.sums_in_order = comm, comm.sums_in_order
-        self.limits_policies = comm.sums_in_order or comm.encodes_gradients
+        self.limits_policies = comm.sums_in_order or comm.encodes_gradients or comm.remembers
+        self.remembers = comm.remembers
         self.copies = copies
         self.given = mesh if copies is None else copies
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}

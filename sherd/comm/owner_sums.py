@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from sherd.codecs import codec_of, decode_parts, encode_parts
-from sherd.comm.transport import Pending, Sizes, Transport, parts, then
+from sherd.comm.narrowing import Narrowing
+from sherd.comm.transport import Pending, Sizes, Transport, cut, held, parts, then
 from sherd.comm.wire_errors import WireErrors, squares
 from sherd.policy import Codec, Reduction
 
@@ -35,6 +36,34 @@ class OwnerSums(Transport):
         self._transport, self._rank, self._num_ranks = transport, group.rank(), group.size()
         self._reduction, self._codec = reduction, codec_of(reduction.wire)
         self.errors = WireErrors() if errors is None else errors
+        self._narrowing: Narrowing | None = None
+        self._what = ""
+
+    def narrowed_by(self, narrowing: Narrowing, what: str) -> Transport:
+        """Returns the sums of one group, which keeps in `narrowing` what it has to."""
+        if not self._reduction.is_remembered:
+            return self
+        own = copy.copy(self)
+        own._narrowing, own._what = narrowing, what
+        return own
+
+    def _sent(
+        self, values: torch.Tensor, wire: torch.dtype, sizes: Sequence[int], what: str
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Returns what is sent of `values`, which have parts of `sizes`, and the lengths of its parts."""
+        codec, lengths = self._codec_for(values), sizes
+        if self._narrowing is not None and values.is_floating_point() and not self.errors.is_unencoded:
+            sent, lengths = self._narrowing.narrowed(codec, self._reduction, what, values, sizes, dist.get_rank())
+        elif codec is not None:
+            sent, lengths = encode_parts(codec, values, sizes)
+        else:
+            sent = values.to(wire)
+        if self.errors.listeners and sent is not values:
+            if codec is None:
+                self.errors.add(squares(sent, values))
+            else:
+                self.errors.note(codec, values, sent, sizes)
+        return sent, lengths
 
     @property
     def nbytes(self) -> int:
@@ -44,9 +73,11 @@ class OwnerSums(Transport):
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
         """Returns the bytes of all ranks' versions of this rank's part, unless the transport sums by itself."""
         dtype = self._reduction.wire_dtype(torch.float32 if itemsize == 4 else torch.bfloat16)
+        narrowed = 0 if self._codec is not None or dtype.itemsize == itemsize else sum(sizes) * dtype.itemsize
+        itemsize = min(itemsize, dtype.itemsize)
         if self._codec is None and self._transport.sum_dtype(dtype) is self._reduction.sum_dtype(dtype):
-            return self._transport.scratch_bytes(sizes, rank, itemsize)
-        return scratch_bytes(self._transport, self._codec, sizes, rank, itemsize)
+            return narrowed + self._transport.scratch_bytes(sizes, rank, itemsize)
+        return narrowed + scratch_bytes(self._transport, self._codec, sizes, rank, itemsize)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of the reduction's sums of `dtype`."""
@@ -62,16 +93,15 @@ class OwnerSums(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Sum by the transport's reduce-scatter if that adds in the dtype of `shard_buffer`."""
-        sent = self._rounded(rows)
-        if self._codec_for(sent) is None and self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
-            return self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
-        return add(self._transport, self._codec_for(sent), shard_buffer.zero_(), sent, sizes, async_op, self.errors)
-
-    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        sent = values.to(self._reduction.wire_dtype(values.dtype))
-        if sent is not values and self.errors.listeners:
-            self.errors.add(squares(sent, values))
-        return sent
+        codec, wire = self._codec_for(rows), self._reduction.wire_dtype(rows.dtype)
+        sent, lengths = self._sent(rows, wire, sizes, self._what)
+        if codec is not None:
+            return add_decoded(self._transport, codec, shard_buffer.zero_(), sent, lengths, async_op)
+        if self._transport.sum_dtype(sent.dtype) is shard_buffer.dtype:
+            pending = self._transport.reduce_scatter(shard_buffer, sent, sizes, async_op)
+        else:
+            pending = self._transport.add_onto(shard_buffer.zero_(), sent, sizes, async_op)
+        return pending if sent is rows else then(pending, partial(held, sent))
 
     def _codec_for(self, values: torch.Tensor) -> Codec | None:
         return self._codec if values.is_floating_point() and not self.errors.is_unencoded else None
@@ -86,39 +116,29 @@ class OwnerSums(Transport):
             return self._transport.all_reduce(tensor, async_op)
         sizes = cut(tensor.numel(), self._num_ranks)
         total = tensor.new_empty(sizes[self._rank], dtype=self.sum_dtype(tensor.dtype))
-        sent = self._rounded(tensor)
-        pending = self.reduce_scatter(total, sent, sizes, False)
+        pending = self.reduce_scatter(total, tensor, sizes, False)
         assert pending is None, "without async_op it is done"
+        own, _ = self._sent(total, wire, [total.numel()], "back")
+        lengths = sizes if codec is None else Sizes(map(codec.num_bytes, sizes))
+        gathered = own.new_empty(sum(lengths))
+        self._transport.all_gather(gathered, own, lengths, False)
         if codec is None:
-            self._transport.all_gather(sent, total.to(wire), sizes, False)
-            tensor.copy_(sent)
-            return None
-        lengths = Sizes(map(codec.num_bytes, sizes))
-        encoded = tensor.new_empty(sum(lengths), dtype=torch.uint8)
-        codec.encode(total, own := encoded.new_empty(lengths[self._rank]))
-        if self.errors.listeners:
-            self.errors.note(codec, total, own, [total.numel()])
-        self._transport.all_gather(encoded, own, lengths, False)
-        decode_parts(codec, encoded, sizes, tensor)
+            tensor.copy_(gathered)
+        else:
+            decode_parts(codec, gathered, sizes, tensor)
         return None
 
 
-def add(
+def add_decoded(
     transport: Transport,
-    codec: Codec | None,
+    codec: Codec,
     total: torch.Tensor,
-    rows: torch.Tensor,
-    sizes: Sequence[int],
+    sent: torch.Tensor,
+    lengths: Sequence[int],
     async_op: bool,
-    errors: WireErrors,
 ) -> Pending | None:
-    """Add this rank's part in all ranks' `rows` to `total`, rank by rank; they travel encoded by `codec`."""
-    if codec is None:
-        return transport.add_onto(total, rows, sizes, async_op)
-    sent, lengths = encode_parts(codec, rows, sizes)
-    if errors.listeners:
-        errors.note(codec, rows, sent, sizes)
-    versions = sent.new_empty(len(sizes), codec.num_bytes(total.numel()))
+    """Add this rank's part in what all ranks have `sent`, encoded, to `total`, rank by rank."""
+    versions = sent.new_empty(len(lengths), codec.num_bytes(total.numel()))
 
     def decode() -> None:
         version = torch.empty_like(total)
@@ -136,7 +156,7 @@ def _after(sent: torch.Tensor, act: Callable[[], None]) -> None:
 
 
 def scratch_bytes(transport: Transport, codec: Codec | None, sizes: Sequence[int], rank: int, itemsize: int) -> int:
-    """Returns the bytes that `add` takes on `rank`."""
+    """Returns the bytes that such sums take on `rank`."""
     if codec is not None:
         own = codec.num_bytes(sizes[rank])
         widened = 4 * max(sizes)  # encoding takes a temporary of one part, and the decoded version is no longer
@@ -144,12 +164,6 @@ def scratch_bytes(transport: Transport, codec: Codec | None, sizes: Sequence[int
     if transport.shares_memory or len(sizes) == 1:
         return 0
     return transport.scratch_bytes(sizes, rank, itemsize) or len(sizes) * sizes[rank] * itemsize
-
-
-def cut(numel: int, num_parts: int) -> Sizes:
-    """Returns `num_parts` lengths, as equal as possible."""
-    ends = [numel * part // num_parts for part in range(num_parts + 1)]
-    return Sizes(stop - start for start, stop in pairwise(ends))
 
 
 class SumsInOrder:
@@ -164,6 +178,9 @@ class SumsInOrder:
         order: the part of each rank of the transport's group.
         part: that of this rank.
         num_cuts: into how many parts each part that a reduction sends is to be cut.
+
+    Attributes:
+        at: this rank's place in the order of ranks, and their number.
     """
 
     def __init__(
@@ -172,6 +189,7 @@ class SumsInOrder:
         self._transport, self.reduction = transport, reduction
         self._order, self.part, self._num_cuts = order, part, num_cuts
         self._is_sorted = list(order) == sorted(order)
+        self.at = order.index(part), len(order)
 
     def sizes(self, sent: Sizes) -> Sizes:
         """Returns the lengths of all parts, given those that a reduction sends."""
@@ -191,7 +209,4 @@ class SumsInOrder:
         given = parts(rows, sizes)
         sent, lengths = torch.cat([given[part] for part in self._order]), Sizes(sizes[part] for part in self._order)
         pending = self._transport.add_onto(total, sent, lengths, async_op)
-        return then(pending, partial(_after, sent, _nothing))
-
-
-def _nothing() -> None: ...
+        return then(pending, partial(held, sent))

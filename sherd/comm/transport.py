@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import Protocol
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from sherd._torch import all_gather_coalesced, bound_all_gather, bound_reduce_scatter, wait_on_host
 from sherd.comm.failures import unfinished
 from sherd.errors import CommError, PolicyError
+
+if TYPE_CHECKING:
+    from sherd.comm.narrowing import Narrowing
 
 CopyIntoPlace = Callable[[int, torch.Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
@@ -137,6 +140,10 @@ class Transport(ABC):
         """Fill `versions`, `[ranks, sizes[rank]]`, with this rank's part in all ranks' `rows`: an all-to-all."""
         raise PolicyError(f"{type(self).__name__} has no all-to-all; leave out CommPolicy(reduce=)")
 
+    def narrowed_by(self, narrowing: Narrowing, what: str) -> Transport:
+        """Returns the transport of one group, which sends `what`. Where nothing is lost it needs no `narrowing`."""
+        return self
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Sum `tensor` over the ranks, in place; every rank gets the same bits."""
@@ -164,6 +171,13 @@ class Sizes(tuple[int, ...]):
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
 
 
+@lru_cache(maxsize=1024)
+def cut(numel: int, num_parts: int) -> Sizes:
+    """Returns `num_parts` lengths, as equal as possible."""
+    ends = [numel * part // num_parts for part in range(num_parts + 1)]
+    return Sizes(stop - start for start, stop in pairwise(ends))
+
+
 def are_even(sizes: Sequence[int]) -> bool:
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
@@ -185,6 +199,10 @@ def then(pending: Pending | None, act: Callable[[], None]) -> Pending | None:
         return _Then(pending, act)
     act()
     return None
+
+
+def held(*buffers: torch.Tensor) -> None:
+    """Do nothing: `then(pending, partial(held, buffer))` holds a buffer until a collective is done."""
 
 
 class NoTransport(Transport):

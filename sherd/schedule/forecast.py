@@ -87,6 +87,7 @@ class _Group:
         self._reducing = 0
         self._is_reducing = False
         self._hold(MemoryKind.SHARDS, sizes.shards)
+        self._hold(MemoryKind.LOST, sizes.lost)
         self._hold(MemoryKind.UNSHARDED, sizes.kept)
 
     def _hold(self, kind: MemoryKind, nbytes: int) -> None:

@@ -31,6 +31,8 @@ class MemoryKind(str, Enum):
     """The shards' `.grad`."""
     TRANSPORT = "transport"
     """Memory into which a collective receives, in addition to its result."""
+    LOST = "lost on the wire"
+    """What gradients have lost by encoding, and the next ones are to bring (`Reduction(feedback=True)`)."""
     OPTIMIZER = "optimizer state"
     MASTERS = "masters"
     """The bits that make bfloat16 shards exact float32 masters."""
@@ -64,6 +66,7 @@ class GroupSizes:
         may_lack: a rank that lacks the gradients takes part in their reduction.
         is_offloaded: shards and their gradients are in host memory.
         stores_at_once: the sum goes to host memory as soon as the reduction is queued.
+        lost: what is kept from one reduction to the next.
     """
 
     shards: int
@@ -86,6 +89,7 @@ class GroupSizes:
     may_lack: bool = False
     is_offloaded: bool = False
     stores_at_once: bool = False
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

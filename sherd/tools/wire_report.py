@@ -16,7 +16,8 @@ from torch import nn
 from sherd.codecs import codec_of, encode_parts
 from sherd.comm.agreement import groups_of
 from sherd.comm.failures import announced, named
-from sherd.comm.owner_sums import OwnerSums, cut
+from sherd.comm.owner_sums import OwnerSums
+from sherd.comm.transport import cut
 from sherd.comm.wire_errors import WireErrors, relative_error, squares
 from sherd.engine import Group, Runtime, ShardedParameter, Unit
 from sherd.errors import StateError

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm.streams import wait_for_copies_to
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, Unit
 from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import Stateful
 
@@ -52,6 +52,7 @@ class Snapshot:
         self._undo += [_entries(group, but=("params",)) for each in optimizers for group in each.param_groups]
         self._undo += [_state(each) for each in others]
         self._undo += _random_states(device)
+        self._undo += [undo for unit in Unit.below(model) for undo in unit.narrowings_kept()]
 
     @torch.no_grad()
     def restore(self) -> None:

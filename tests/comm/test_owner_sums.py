@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sherd.codecs import codec
 from sherd.comm.collectives import UsersCollectives
-from sherd.comm.owner_sums import OwnerSums, SumsInOrder, cut
-from sherd.comm.transport import Sizes, parts
+from sherd.comm.owner_sums import OwnerSums, SumsInOrder
+from sherd.comm.transport import Sizes, cut, parts
 from sherd.comm.transports import MAKERS
 from sherd.errors import PolicyError
 from sherd.policy import ReduceScatter, Reduction

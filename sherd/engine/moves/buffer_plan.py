@@ -123,7 +123,8 @@ class BufferPlan:
         # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
         # On one rank nothing is gathered: what rests in host memory is copied straight into place, on the lane.
         may_be_rows = packing.is_cut_into_runs or (packing.direct and (streams.in_host_order or group.is_one_piece))
-        is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0
+        is_remembered = mesh.remembers  # what was lost before is of gradients that are scaled already
+        is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0 and not is_remembered
         by_piece = Sizes(numel + flags for numel in reduced.shard_numels)
         is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device
         return cls(
@@ -146,7 +147,7 @@ class BufferPlan:
             # With several reductions under way, compute must wait for the oldest one only.
             lane_owns_rows=not streams.in_host_order and reduce_buffers <= 1,
             # The rows of many ranks are many short strips, which a plain copy fills faster, and a shard is soon scaled.
-            scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4,
+            scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4 and not is_remembered,
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
             reduced_by_rank=by_piece.together(mesh.num_owners),

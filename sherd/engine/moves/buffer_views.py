@@ -373,6 +373,19 @@ class ReduceBuffer:
         self.buffer.tensor.copy_(rows.buffer.tensor)
         self.filled.update(rows.filled)
 
+    def rounded(self, keys: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Returns the rows in bfloat16, rounded at random: by the key of each tensor, and the element's place in it."""
+        from sherd.codecs import random_bits, rounded_by  # of few policies, so loaded late
+
+        sent = self.buffer.tensor.to(torch.bfloat16)
+        places = RowViews(self._packing, sent, self._num_flags).tensors
+        for index in sorted(self.filled):
+            cut, exact = self._packing.slots[index].cut, self._places.tensors[index]
+            bits = random_bits(cut.numel, keys[index], sent.device).view(cut.shape)
+            for target, source, random in zip(places[index], exact, sources_for(exact, bits, cut), strict=True):
+                target.copy_(rounded_by(source, random))
+        return sent
+
     def complete(self, padding: Sequence[Extent] = ()) -> None:
         """Write the flags, and zeros in the place of each gradient that is missing, and of `padding`."""
         if not self.filled:

@@ -32,32 +32,37 @@ The cases, and a test that shows each:
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import partial, reduce
 from operator import methodcaller
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
-from sherd.comm.streams import CommStream, Handoff, Streams
-from sherd.comm.transport import Pending, Sizes, Transport, parts
+from sherd.comm.streams import CommStream, Handoff, Streams, is_capturing
+from sherd.comm.transport import Pending, Sizes, Transport, held, parts, then
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.moves.buffer_views import ReduceBuffer
 from sherd.engine.moves.shard_gradients import ShardGradients
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import num_trainable
-from sherd.errors import GradientError
+from sherd.errors import GradientError, PolicyError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tensor.spmd_types import unchecked
+from sherd.wrap.names import plain_name
+
+if TYPE_CHECKING:
+    from sherd.comm.narrowing import Narrowing
 
 
 class GradientObserver(Protocol):
@@ -356,6 +361,11 @@ class Gradients:
         self.partial: _Sum | None = None
         self._host_copies: list[_HostCopy] = []
         self._observer: GradientObserver | None = None
+        self.narrowing: Narrowing | None = None
+        if group.mesh.remembers and group.reduce_dtype.is_floating_point:
+            from sherd.comm.narrowing import Narrowing  # of few policies, so loaded late
+
+            self.narrowing = Narrowing()
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
@@ -380,6 +390,14 @@ class Gradients:
         parameter.requires_grad_(self.group.parameters[index].requires_grad)
 
     # Questions
+
+    def layout_of(self, names: Sequence[str]) -> str:
+        """Returns a digest of which elements of the group's parameters, which have these `names`, are where in rows."""
+        mesh, slots = self.group.mesh, self.group.gradient_packing.slots
+        over = [reduction is not None and reduction.feedback for reduction in mesh.comm.reductions]
+        at = mesh.shard_rank, mesh.replica, mesh.num_replicas, mesh.shards_replicas
+        text = repr((names, slots, [each.cut.dim for each in slots], tuple(self._plan.reduced_by_piece), at, over))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
@@ -427,6 +445,8 @@ class Gradients:
             yield MemoryKind.REDUCED, host_copy.mean.summed
         if self.partial is not None:
             yield MemoryKind.REDUCED, self.partial.summed
+        for lost in self.narrowing.lost.values() if self.narrowing is not None else ():
+            yield MemoryKind.LOST, lost
 
     @contextmanager
     def observed(self, observer: GradientObserver) -> Iterator[None]:
@@ -598,7 +618,7 @@ class Gradients:
                 result.append(sent)
                 return None
             if plan.owned is not None:
-                return self._add_in_order(result, sent, earlier, async_op)
+                return self._add_in_order(result, rows, sent, earlier, async_op)
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], transport.sum_dtype(reduce_dtype), group.device)
             result.append(reduced)
@@ -636,8 +656,24 @@ class Gradients:
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
 
+    def narrowed(self, transport: Transport, number: int) -> Transport:
+        """Returns `transport` for a reduction after `number` backwards, of which is kept what it loses.
+
+        Raises:
+            PolicyError: it would round at random in a graph, whose replays draw the same numbers.
+        """
+        assert self.narrowing is not None, "the policy asks for it"
+        reductions = self.group.mesh.comm.reductions
+        if any(each is not None and each.is_stochastic for each in reductions) and is_capturing(self.group.device):
+            raise PolicyError(
+                f"{self.group.name}: Reduction(rounding='stochastic') in a step that is captured as a graph: replays "
+                "would draw the same random numbers; take feedback=True in its place"
+            )
+        self.narrowing.begin(number, plain_name(self.group.parameters[0].name))
+        return transport.narrowed_by(self.narrowing, "shards")
+
     def _add_in_order(
-        self, result: list[torch.Tensor], sent: torch.Tensor, earlier: _Sum | None, async_op: bool
+        self, result: list[torch.Tensor], rows: ReduceBuffer, sent: torch.Tensor, earlier: _Sum | None, async_op: bool
     ) -> Pending | None:
         """Sum over all ranks in their order, on the lane, onto what `earlier` backwards left. `result` gets the sum."""
         in_order, owned = self.group.mesh.in_order, self._plan.owned
@@ -647,7 +683,12 @@ class Gradients:
             result.append(torch.zeros(owned[in_order.part], dtype=dtype, device=self.group.device))
         else:
             result.append(earlier.summed.to(dtype))
-        return in_order.add(result[0], sent, owned, async_op)
+        if self.narrowing is None:
+            return in_order.add(result[0], sent, owned, async_op)
+        # By parameter and batch, as on any number of ranks.
+        names = [plain_name(each.name) for each in self.group.parameters]
+        rounded = rows.rounded([self.narrowing.key(in_order.reduction, name, *in_order.at) for name in names])
+        return then(in_order.add(result[0], rounded, owned, async_op), partial(held, rounded))
 
     def _owned_of_shard(self, owned: Sizes) -> Sizes:
         """Returns the lengths of the parts of this rank's shard that its replicas own."""
@@ -676,21 +717,22 @@ class Gradients:
 
         Returns the sum, and its handoff: of this replica's part only, where the shard is divided over replicas.
         """
-        mesh, result = self.group.mesh, [reduced]
+        mesh, result, between = self.group.mesh, [reduced], self.group.mesh.replicate_transport
+        if self.narrowing is not None:
+            between = between.narrowed_by(self.narrowing, "replicas")
 
         def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 # `earlier` is as wide as the shards. It is added in that width, and sent in the reduce dtype.
                 reduced.copy_(earlier.summed.add_(reduced))
             if mesh.shards_replicas:
-                transport = mesh.replicate_transport
                 own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
-                result[0] = transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device)
-                return transport.reduce_scatter(result[0], reduced, own, async_op)
+                result[0] = between.empty(own[mesh.replica], between.sum_dtype(reduced.dtype), reduced.device)
+                return between.reduce_scatter(result[0], reduced, own, async_op)
             if user is not None:
                 user(reduced)
                 return None
-            return mesh.replicate_transport.all_reduce(reduced, async_op)
+            return between.all_reduce(reduced, async_op)
 
         handoff = self._streams.all_reduce.run(run, after=scattered)
         return result[0], handoff

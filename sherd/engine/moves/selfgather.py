@@ -31,10 +31,10 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.streams import Streams
-from sherd.comm.transport import Sizes, Transport
+from sherd.comm.transport import Sizes, Transport, cut
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.weights import VERSION, Flight, Unsharded, Weights, parts_of
+from sherd.engine.moves.weights import VERSION, Flight, Unsharded, Weights
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import PlacementError
@@ -139,7 +139,7 @@ class SelfGatheredWeights(Weights):
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
         gathered, at = self.made.gathered if self.made is not None else (), self.group.mesh.shard_rank % size
-        return sum(parts_of(each.tensor.numel(), size)[at] * each.tensor.element_size() for each in gathered)
+        return sum(cut(each.tensor.numel(), size)[at] * each.tensor.element_size() for each in gathered)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
         """Ask the subclass what to send, and start to send it. The subclass chooses the dtype."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import cycle
 from operator import attrgetter, methodcaller
 
@@ -27,7 +27,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.failures import own_rank
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import CommStream, Handoff, Streams
-from sherd.comm.transport import CopyIntoPlace, Pending, Sizes, Transport, parts
+from sherd.comm.transport import CopyIntoPlace, Pending, Sizes, Transport, cut, parts
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.buffer_views import copy_out, tensor_in
@@ -218,19 +218,13 @@ class KeptPart:
     """
 
     def __init__(self, buffers: Sequence[Buffer], mesh: DataMesh, size: int) -> None:
-        self.sizes = [parts_of(buffer.tensor.numel(), size) for buffer in buffers]
+        self.sizes = [cut(buffer.tensor.numel(), size) for buffer in buffers]
         # Cloned, because the gathered buffer is freed in place as soon as the part is kept.
         self.tensors = tuple(
             parts(buffer.tensor, sizes)[mesh.shard_rank % size].clone()
             for buffer, sizes in zip(buffers, self.sizes, strict=True)
         )
         self.transport = mesh.transport_of(mesh.smaller_group(size))
-
-
-@lru_cache(maxsize=256)
-def parts_of(numel: int, size: int) -> Sizes:
-    """Returns the elements of the parts of a buffer that `size` ranks keep: equally many, but for one at most."""
-    return Sizes(numel * (at + 1) // size - numel * at // size for at in range(size))
 
 
 # All-gathers

@@ -55,6 +55,7 @@ class Backward:
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
         offload: what becomes of the tensors that the unit's forward saves; None: they stay where they are.
+        number: how many backwards have ended, of a resumed training since its beginning.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
         expected: of the present backward, or the last one.
     """
@@ -71,6 +72,7 @@ class Backward:
         self._seen: list[int] = []
         self._is_gone_through_once = self.is_under_other_hooks = False
         self.offload: Offload | None = None
+        self.number = 0
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
         self._weights[:], self._gradients[:] = weights, gradients
@@ -81,6 +83,10 @@ class Backward:
     def completed(self, group: int) -> Callable[[], None]:
         """Returns the function that group number `group` calls when all its trainable parameters have gradients."""
         return partial(if_alive, weakref.ref(self), partial(Backward.complete, group=group))
+
+    def go_on(self, number: int) -> None:
+        """Count backwards on from `number`."""
+        self.number = number
 
     def offload_saved(self, offload: Offload | None) -> None:
         """Let the tensors that later forwards of the unit save go to host memory, or stay."""
@@ -142,6 +148,7 @@ class Backward:
 
     def end(self) -> None:
         """Note that backward is over: missing gradients will not arrive."""
+        self.number += 1
         self.is_entered = self.is_recorded = False
         self.expected.when_complete = None
         self._num_completed = 0

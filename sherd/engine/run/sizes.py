@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
+
+import torch
 
 from sherd.comm.collectives import UsersCollectives
+from sherd.comm.transport import cut
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.unit import Unit
@@ -43,6 +47,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         own = plan.owned[mesh.in_order.part] * itemsize
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
+        scratch += mesh.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
     return GroupSizes(
         shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
@@ -64,7 +69,22 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
         stores_at_once=stores_at_once,
+        lost=_lost_bytes(group, plan) if trained and mesh.remembers else 0,
     )
+
+
+def _lost_bytes(group: Group, plan: BufferPlan) -> int:
+    """Returns the bytes of what gradients lose along each axis, and on the way back from the replicas."""
+    mesh, numels = group.mesh, [0, 0]
+    over_shards, over_replicas = (each is not None and each.feedback for each in mesh.comm.reductions)
+    if over_shards and mesh.num_shards > 1:
+        numels[0] = sum(plan.reduced_by_rank)
+    if over_replicas and mesh.num_replicas > 1:
+        numel = plan.reduced_by_rank[mesh.shard_rank]
+        numels[1] = numel + (0 if mesh.shards_replicas else cut(numel, mesh.num_replicas)[mesh.replica])
+    dtypes = group.reduce_dtype, mesh.reduce_transport.sum_dtype(group.reduce_dtype)
+    wide = [torch.promote_types(dtype, torch.float32).itemsize for dtype in dtypes]
+    return 0 if mesh.comm.fake_reduce or group.reduce_dtype.is_complex else sum(map(mul, numels, wide))
 
 
 def _row_bytes(weights: Weights, fill: Fill) -> int:

@@ -36,6 +36,11 @@ def _require_allowed(name: str, comm: CommPolicy, fields: Mapping[str, object]) 
             f"unit {name} sends gradients by a codec, without flags that say which ones are missing; leave "
             "set_reduce_scatter_unused_params(False) out, or send a dtype"
         )
+    if (comm.encodes_gradients or comm.remembers) and (fields.get("reduce_scatter") or fields.get("all_reduce")):
+        raise PolicyError(
+            f"unit {name} sends gradients by a codec, with feedback, or rounded at random, and a reduction of the "
+            "user's own would not; leave one of the two out"
+        )
     if not comm.sums_in_order:
         return
     if fields.get("reduce_gradients") is False:

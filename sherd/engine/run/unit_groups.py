@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -289,7 +290,14 @@ class UnitGroups(ABC):
                 transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
             else:
                 transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
+            if gradients.narrowing is not None:
+                transport = gradients.narrowed(transport, self.backward.number)
             gradients.reduce(policy, transport)
+
+    def narrowings_kept(self) -> list[Callable[[], None]]:
+        """Returns what restores what is kept of reductions now, and the number of backwards; empty if nothing is."""
+        kept = [each.narrowing.kept() for each in self.gradients if each.narrowing is not None]
+        return [*kept, partial(self.backward.go_on, self.backward.number)] if kept else []
 
     def finish_reduce(self) -> None:
         """Wait for the reductions, and add their results to the gradients of the shards."""

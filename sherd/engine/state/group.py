@@ -420,8 +420,11 @@ class Group:
             self.grad_dtype = torch.float32
         self.arriving = _arriving(key, self.reduce_dtype, asked is None)
         if (reduction := mesh.comm.reduce) is not None:
-            self.reduce_dtype = reduction.wire_dtype(self.reduce_dtype)
+            self.reduce_dtype = reduction.row_dtype(self.reduce_dtype)
             self.takes_any_gradient = self.takes_any_gradient and reduction.wire is None
+        if mesh.comm.reduce_replicas is not None:  # which gets what the shard axis has summed
+            summed = self.reduce_dtype if reduction is None else reduction.sum_dtype(self.reduce_dtype)
+            mesh.comm.reduce_replicas.row_dtype(summed)
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
         self.gathers_itself = key.gathers_itself

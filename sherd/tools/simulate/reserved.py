@@ -32,7 +32,7 @@ def lane_of(kind: str, unit: SimulatedUnit | None) -> Lane:
             return Lane.REDUCE
         case MemoryKind.IN_FLIGHT.value:
             return Lane.COPY
-        case MemoryKind.REDUCED.value | MemoryKind.TRANSPORT.value:
+        case MemoryKind.REDUCED.value | MemoryKind.TRANSPORT.value | MemoryKind.LOST.value:
             return Lane.REDUCE
         case MemoryKind.GRADIENTS.value if all(each.reduced == each.gradients for each in groups):  # these are the sums
             return Lane.REDUCE
