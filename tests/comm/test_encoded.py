@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd.codecs import BlockCodec
+from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError
 from tests.support.ranks.bodies import on_processes
 
@@ -197,3 +198,6 @@ def test_what_cannot_be_encoded_is_refused():
         sherd.CommPolicy(gather="int9")
     with pytest.raises(PolicyTypeError, match=r"gather=8.: expected a Codec, or the name of one"):
         sherd.CommPolicy(gather=8)
+    model = sherd.fully_shard(nn.Linear(4, 4), comm_policy=sherd.CommPolicy(reduce=sherd.Reduction(wire="int8")))
+    with pytest.raises(PolicyError, match="a reduction of the user's own would not; leave one of the two out"):
+        Unit.of(model).change(all_reduce=lambda _: None)
