@@ -196,13 +196,15 @@ def step_chunks(
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     places = [place for group in groups for place in (group.place.state, group.place.masters)]
     disks = {place.path: place for place in places if isinstance(place, Disk)}
+    needed: dict[int, int] = defaultdict(int)  # by file system: folders may share one
     try:
         for path, each in disks.items() if num_moments else ():
             of_disk = [group for group in groups if group.place.state == Disk(path)]
             sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
             masters = [group.masters for group in groups if group.masters and group.place.masters == Disk(path)]
             bits = [part.nbytes for own in masters for part in (own.low, own.carries) if not vectors_on(each).has(part)]
-            vectors_on(each).require(num_moments * sum(sizes) + sum(bits))
+            needed[number := vectors_on(each).file_system] += num_moments * sum(sizes) + sum(bits)
+            vectors_on(each).require(needed[number])
         last = _step_chunks(chunks, device, run)
         if device.type != "cpu":
             if optimizer not in _copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from sherd._torch import users_stacklevel
 from sherd.policy import Disk
 from sherd.storage.scratch import Request, Scratch, ScratchFile
 from sherd.tensor.ragged import memory_of
@@ -22,7 +24,9 @@ class DiskVectors:
     """Vectors in scratch files, which are mapped: whatever reads one finds its values, at the latest after `settle`."""
 
     def __init__(self, path: str) -> None:
-        self._scratch = Scratch(path, depth=DEPTH)
+        self._scratch = Scratch(path, depth=DEPTH, stacklevel=users_stacklevel(sys._getframe()))
+        self.file_system = os.stat(self._scratch.path).st_dev
+        """Its number: folders with the same one share their space."""
         self._files: dict[int, ScratchFile] = {}  # by the address of the vector
         self._writing: deque[tuple[Request, torch.Tensor]] = deque()
         self._lock = threading.Lock()

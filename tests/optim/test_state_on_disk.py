@@ -130,6 +130,24 @@ def test_so_is_one_that_is_too_small_for_masters_alone_or_with_state(tmp_path, t
         assert sum(needed) == pytest.approx((of_state + 2.125) * numel, rel=0.1)
 
 
+@on_threads(1)
+def test_folders_of_one_file_system_must_fit_together(tmp_path, monkeypatch):
+    needed = []
+    monkeypatch.setattr(DiskVectors, "require", lambda self, nbytes: needed.append(nbytes))
+    disks = {name: Disk(str(tmp_path / name)) for name in ("optimizer", "masters")}
+    first_steps(OffloadPolicy(**disks))
+    numel = sum(each.numel() for each in chain(2, 24).append(nn.Linear(24, 5)).parameters())
+    assert max(needed) == pytest.approx(10.125 * numel, rel=0.1)
+
+
+@on_threads(1)
+def test_the_warning_of_a_folder_in_memory_names_the_users_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sherd.storage.scratch.file_system_of", lambda path: "tmpfs")
+    with pytest.warns(UserWarning, match="is on tmpfs, memory of the host") as caught:
+        first_steps(OffloadPolicy(optimizer=Disk(str(tmp_path))))
+    assert {pathlib.Path(each.filename).parent for each in caught} == {pathlib.Path(__file__).parent}
+
+
 def first_steps(policy):
     model = sharded(policy)
     steps(model, made(optim.AdamW, model), range(2))
