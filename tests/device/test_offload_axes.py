@@ -101,6 +101,70 @@ def test_a_compiled_step_in_chunks_is_compiled_for_none_of_them(axis, sim_world)
     torch.testing.assert_close(found, expected)
 
 
+POLICIES = {
+    **AXES,
+    "masters": OffloadPolicy(masters="host", optimizer="host"),
+    "masters, step": OffloadPolicy(masters="host", gradients="host"),
+    "masters, everything": OffloadPolicy(masters="host", parameters="host"),
+    "half of everything": CPUOffloadPolicy(share=0.5),
+    "activations": OffloadPolicy(activations="host"),
+    "activations, state": OffloadPolicy(activations="host", optimizer="host"),
+}
+PLACED = {
+    "Shard": {},
+    "Flat": {"placement": sherd.Flat()},
+    "Blocks": {"placement": Blocks(2)},
+    "Owned": {"placement": sherd.Owned()},
+    "HSDP": {"placements": "hsdp"},
+}
+OPTIMIZED = {
+    "AdamW": (optim.AdamW, False),
+    "flattened": (optim.AdamW, True),
+    "SGD": (optim.SGD, False),
+    "Muon": (sherd.Muon, False),
+}
+
+
+def trained_in_pair(axis: str, placed: str, optimized: str, offloads: bool) -> tuple[list[Tensor], dict[str, int]]:
+    """The unsharded parameters, and what the host waited for in the last step of the optimizer."""
+    policy, (kind, flattens), options = POLICIES[axis], OPTIMIZED[optimized], PLACED[placed]
+    dtype = torch.float32 if policy.masters is None else torch.bfloat16
+    if not offloads:
+        policy = OffloadPolicy(masters=None if policy.masters is None else "device")
+    model = model_of(policy, dtype, **options)
+    optimizer = made(kind, model, flattens)
+    stepped(model, optimizer, 3, dtype)
+    model(
+        noise(3, torch.distributed.get_rank(), 3, WIDTH).to(torch.bfloat16).to(dtype).to("sim")
+    ).float().sum().backward()
+    simdevice.host_waits()
+    optimizer.step()
+    waits = simdevice.host_waits()
+    torch.accelerator.synchronize()
+    return [each.full_tensor().float().cpu() for each in model.parameters()], waits
+
+
+def in_pair(*of_case: str) -> tuple[bool, dict[str, int]]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+        found, waits = trained_in_pair(*of_case, True)
+        expected, _ = trained_in_pair(*of_case, False)
+    return all(map(torch.equal, found, expected)), waits
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("optimized", OPTIMIZED)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("axis", POLICIES)
+def test_every_place_under_every_layout_has_the_values_of_no_offload(axis, placed, optimized, sim_world):
+    steps_on_host = POLICIES[axis].step_place == "host"
+    if optimized == "Muon" and (steps_on_host or POLICIES[axis].share < 1):
+        return  # the host computes products of its own
+    world = sim_world(4 if placed == "HSDP" else 2, pause_us=200, seed=6)
+    for same, waits in world.run(in_pair, axis, placed, optimized).values:
+        assert same
+        assert not waits or optimized == "Muon" or "pageable" in axis, waits
+
+
 class Counting(optim.Optimizer):
     """Has state of no parameter, which the step goes by."""
 
