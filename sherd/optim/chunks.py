@@ -64,7 +64,7 @@ class PassingPart:
         """The elements where they rest, or a buffer in host memory for those on a disk."""
         if self.disk is None:
             return self._vector[self._start : self._stop]
-        return torch.empty(self._stop - self._start, dtype=self._vector.dtype, pin_memory=self._rest.pinned)
+        return self.disk.buffer(self._stop - self._start, self._vector.dtype, self._rest.pinned)
 
     def read(self) -> None:
         """Begin to read what rests on a disk."""
@@ -85,7 +85,7 @@ class PassingPart:
     def write(self) -> None:
         """Begin to write to the disk what was taken back, and has come to host memory."""
         assert self.disk is not None, "it rests on a disk"
-        self.disk.write(self._vector, self._start, self._own)
+        self.disk.write(self._vector, self._start, self._own, self._rest.pinned)
 
 
 class MastersPart:

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import pathlib
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -179,6 +180,28 @@ def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
     state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
     assert near - far >= 0.9 * state
     assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
+
+
+@on_threads(1)
+def test_at_most_twelve_vectors_of_a_chunk_are_under_way(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    for unit in (*model, model):
+        fully_shard(unit, offload_policy=OffloadPolicy(optimizer=Disk(str(tmp_path))))
+    optimizer, made, most, buffer = optim.AdamW(model.parameters()), [], [0], DiskVectors.buffer
+
+    def counted(*args):
+        vector = buffer(*args)
+        made.append(weakref.ref(vector))
+        most[0] = max(most[0], len({id(each) for ref in made if (each := ref()) is not None}))
+        return vector
+
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 512), mock.patch.object(DiskVectors, "buffer", counted):
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 4 < most[0] <= 12
+    assert all(ref() is None for ref in made), "between steps there are none"
 
 
 @on_threads(2)
