@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sherd
 import simdevice
 from sherd import Blocks, CPUOffloadPolicy, Disk, OffloadPolicy
+from sherd.engine.make import build as make_build
 from sherd.optim import chunks
+from sherd.policy import SavedOnHost
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 from tests.optim.test_masters import KINDS, made
 from tests.support.models import chain, noise
@@ -145,7 +148,8 @@ def trained_in_pair(axis: str, placed: str, optimized: str, offloads: bool) -> t
 
 
 def in_pair(*of_case: str) -> tuple[bool, dict[str, int]]:
-    with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
+    small = partial(SavedOnHost, min_bytes=1)
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64), mock.patch.object(make_build, "SavedOnHost", small):
         found, waits = trained_in_pair(*of_case, True)
         expected, _ = trained_in_pair(*of_case, False)
     return all(map(torch.equal, found, expected)), waits
@@ -365,3 +369,48 @@ def test_masters_take_two_bytes_and_a_bit_of_an_element_where_they_rest(sim_worl
     for (far, waits), (near, _) in sim_world(2).run(of_steps, policies, torch.bfloat16).values:
         assert near - far == pytest.approx(2.125 * sum(each.numel() for each in GPT().parameters()) / 2, rel=0.1)
         assert not waits
+
+
+def verified(axis: str) -> str:
+    """What `verify_equivalence` says of a training under a policy; empty if it is equivalent."""
+    mesh = init_device_mesh("sim", (2,))
+
+    def shard(model: Any) -> Any:
+        for unit in (*model, model):
+            sherd.fully_shard(unit, mesh=mesh, offload_policy=POLICIES[axis])
+        return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return chain(2, WIDTH).to("sim")
+
+    batches = [noise(number, 0, 4, WIDTH).to("sim") for number in range(2)]
+    found = sherd.verify_equivalence(build, batches, shard=shard, loss=lambda model, x: model(x).square().mean())
+    return "" if found.ok else str(found)
+
+
+def test_trainings_under_the_policies_are_verified_as_the_plain_one(sim_world):
+    for axis in ("state", "step", "everything", "half of the state", "activations"):
+        assert sim_world(2).run(verified, axis).values == [""] * 2, axis
+
+
+def keeps_from_capture(axis: str) -> str:
+    """What `capturable` says of a training under a policy."""
+    model = model_of(POLICIES[axis])
+    optimizer = optim.AdamW(model.parameters(), capturable=POLICIES[axis].step_place == "device")
+    x = noise(0, torch.distributed.get_rank(), 3, WIDTH).to("sim")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    report = sherd.capturable(model, step, warmup=2)
+    return str(report)
+
+
+def test_what_keeps_a_step_with_offload_from_being_captured_is_named(sim_world):
+    said = {axis: set(sim_world(2).run(keeps_from_capture, axis).values) for axis in ("step", "everything", "state")}
+    for axis in ("step", "everything"):
+        assert all("steps in host memory, for which the host waits" in each for each in said[axis]), axis
+    assert all("has not waited for what its reduce lane does" in each for each in said["state"])
