@@ -97,6 +97,7 @@ class Disk:
 
     Args:
         path: the folder; it is made if the folder above it exists. It may hold other files, and other jobs may use it.
+            `~` is the user's home.
 
     Raises:
         PolicyTypeError: `path` is no str, or empty.

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from sherd.comm.cores import cores_near, own_cores, threads_of_steps
 from sherd.comm.streams import Handoff, wait_for_steps
 from sherd.engine import Group, ShardedParameter, Unit, watcher
-from sherd.errors import OptimizerError, PolicyTypeError
+from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim import FlatStep, params_replaced
 from sherd.optim.flat import Stepper
 from sherd.policy import Disk
+from sherd.requirements import require_int
 from sherd.tensor.optimizers import is_elementwise_class
 
 _NAME = "sherd steps"
@@ -64,13 +65,14 @@ os.register_at_fork(before=lambda: wait(list(_futures)), after_in_child=_thread.
 class _Step:
     """The step of one unit, from when it is ready until it is made."""
 
-    def __init__(self, unit: Unit, stepper: Stepper, optimizer: Optimizer) -> None:
+    def __init__(self, unit: Unit, stepper: Stepper, optimizer: Optimizer, is_late: bool) -> None:
         self._name, self._is_told = unit.name, False
         groups = [weights.group for weights in unit.weights]
-        self._make: Callable[[], None] | None = partial(_make, unit.arriving, stepper, optimizer, groups)
+        before = [*unit.arriving, *(unit.renew_copies() if is_late else ())]
+        self._make: Callable[[], None] | None = partial(_make, before, stepper, optimizer, groups)
         self._future: Future[None] = Future()
         _futures.add(self._future)
-        unit.update_by(self)
+        unit.update_by(self, is_late)
 
     def begin(self) -> None:
         """Let the thread make the step."""
@@ -103,9 +105,9 @@ class _Step:
             ) from error
 
 
-def _make(arriving: Sequence[Handoff], stepper: Stepper, optimizer: Optimizer, groups: Sequence[Group]) -> None:
-    for gradients in arriving:
-        gradients.wait_on_host()
+def _make(before: Sequence[Handoff], stepper: Stepper, optimizer: Optimizer, groups: Sequence[Group]) -> None:
+    for copies in before:
+        copies.wait_on_host()
     stepper.compute(optimizer)
     for masters in (group.masters for group in groups if group.masters is not None):
         masters.note_step()
@@ -114,25 +116,30 @@ def _make(arriving: Sequence[Handoff], stepper: Stepper, optimizer: Optimizer, g
 class StepsOnThread:
     """The steps of `step_on_thread`. `wait()` returns once they are made, `remove()` ends them."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: Optimizer, delay: int) -> None:
+        self._optimizer, self.delay = weakref.ref(optimizer), delay
         self._known: weakref.WeakKeyDictionary[Unit, tuple[Stepper, set[int]]] = weakref.WeakKeyDictionary()
         self._ready: list[tuple[Unit, Stepper, Optimizer]] = []
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: wait_for_steps()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: wait_for_steps()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.wait()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait()),
         ]
         watcher.listen(self)
         if isinstance(optimizer, FlatStep):
             optimizer._sherd_step_inside(self.step)
 
     def wait(self) -> None:
-        """Block the caller until all steps are made, for a reader of state. Raises OptimizerError if one has failed."""
+        """Block the caller until all steps are made, for a reader of state. Raises OptimizerError if one has failed.
+
+        With `delay=1` the next forward has them, too, so all ranks must call it together.
+        """
         wait_for_steps()
+        for unit in list(self._known):
+            unit.catch_up()
 
     def remove(self) -> None:
         """Leave all steps to the caller of `optimizer.step()` again."""
-        wait_for_steps()
+        self.wait()
         optimizer = self._optimizer()
         if optimizer is not None and _on_thread.pop(optimizer, None) is not None:
             if isinstance(optimizer, FlatStep):
@@ -155,7 +162,7 @@ class StepsOnThread:
         self._ready = [ready for unit, own in by_unit.items() for ready in self._made_ready(unit, own, optimizer)]
         taken = {id(each) for unit, _, _ in self._ready for own in by_unit[unit] for each in own}
         left = [[each for each in own if id(each) not in taken] for own in lists]
-        if taken and all(each.grad is None for own in left for each in own):
+        if all(each.grad is None for own in left for each in own):
             return None
         wait_for_steps()
         with params_replaced(optimizer, left):
@@ -168,7 +175,14 @@ class StepsOnThread:
         groups, kind = [weights.group for weights in unit.weights], _kind_of(optimizer)
         places = [place for group in groups for place in (group.place.state, group.place.masters)]
         is_on_disk = any(isinstance(each, Disk) for each in places)  # where ranks agree after each step
-        if is_on_disk or any(group.shard_buffer.device.type != "cpu" for group in groups):
+        if any(group.shard_buffer.device.type != "cpu" for group in groups):
+            return []
+        if self.delay and (is_on_disk or not all(group.place.keeps_copies for group in groups)):
+            raise OptimizerError(
+                f"step_on_thread(delay=1): forward reads unit {unit.name} where its step writes, or its state is on a "
+                'disk; shard it with OffloadPolicy(gradients="host"), where the device has copies of the weights'
+            )
+        if is_on_disk:
             return []
         stepper, known = self._known.setdefault(unit, (Stepper(kind, isinstance(optimizer, FlatStep)), set()))
         with_gradient = {id(each) for of_group in own for each in of_group if each.grad is not None}
@@ -195,7 +209,7 @@ class StepsOnThread:
         if optimizer is self._optimizer():
             ready, self._ready = self._ready, []
             for each in ready:
-                _Step(*each).begin()
+                _Step(*each, self.delay > 0).begin()
 
     def gave_up(self, optimizer: Optimizer) -> None:
         """Forget what was ready."""
@@ -225,7 +239,7 @@ def _inside(optimizer: Optimizer, plain: Callable[..., object], step: Callable[.
 watcher.inside_of_steps(_inside)
 
 
-def step_on_thread(optimizer: Optimizer) -> StepsOnThread:
+def step_on_thread(optimizer: Optimizer, *, delay: int = 0) -> StepsOnThread:
     """Have a thread make the steps of `optimizer` on the host, while the device and the program go on.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -245,17 +259,30 @@ def step_on_thread(optimizer: Optimizer) -> StepsOnThread:
     `to_local()`, gathers, state dicts, checkpoints, `unsharded`, copies of the model, and a fork wait for the steps.
     Another reader of memory, as of `optimizer.state`, calls `wait()` first.
 
+    With `delay=1` forward does not wait: it reads the parameters as they were at the last call of `optimizer.step()`,
+    so forward k + 1 has the weights of step k - 1. This is the delayed update of ZeRO-Offload (Ren et al. 2021). It is
+    for units with `OffloadPolicy(gradients="host")`, whose forward reads copies on the device. What the caller steps
+    is not delayed. `wait()`, `optimizer.state_dict()`, state dicts of modules, `sherd.save`, `unsharded` and copies of
+    the model end the delay: the next forward has all steps, so a run that goes on from a checkpoint computes as the
+    one that has saved it. All ranks must call them together.
+
     Args:
         optimizer: one of torch's that treats every element alike (AdamW, SGD and others).
+        delay: 0, or 1 to let forward read weights that are a step old.
 
     Returns:
         An object with `wait()` and `remove()`.
 
     Raises:
-        OptimizerError: the optimizer steps full matrices, or is not known to treat every element alike. Later, where
-            the program first waits for a unit, if its step has failed.
-        PolicyTypeError: `optimizer` is no optimizer of torch.
+        OptimizerError: the optimizer steps full matrices, or is not known to treat every element alike, or its steps
+            are on the thread with another `delay`. Later, where the program first waits for a unit, if its step has
+            failed; in a step, if the device has no copies that `delay=1` needs.
+        PolicyError: `delay` is neither 0 nor 1.
+        PolicyTypeError: `optimizer` is no optimizer of torch, or `delay` no int.
     """
+    require_int("step_on_thread(delay={})", delay, 0)
+    if delay > 1:
+        raise PolicyError(f"step_on_thread(delay={delay}): expected 0 or 1")
     if not isinstance(optimizer, Optimizer):
         raise PolicyTypeError(f"step_on_thread expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     if not is_elementwise_class(_kind_of(optimizer)):
@@ -264,5 +291,8 @@ def step_on_thread(optimizer: Optimizer) -> StepsOnThread:
             "need other ranks; leave its steps to optimizer.step()"
         )
     if optimizer not in _on_thread:
-        _on_thread[optimizer] = StepsOnThread(optimizer)
-    return _on_thread[optimizer]
+        _on_thread[optimizer] = StepsOnThread(optimizer, delay)
+    steps = _on_thread[optimizer]
+    if steps.delay != delay:
+        raise OptimizerError(f"step_on_thread(delay={delay}): it has delay={steps.delay}; call its remove() first")
+    return steps

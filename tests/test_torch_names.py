@@ -450,6 +450,19 @@ def test_users_line__is_the_file_and_line_of_that_frame():
     assert _torch.users_line(None) == ""
 
 
+def test_users_stacklevel__has_a_warning_name_the_users_line():
+    module = nn.Linear(1, 1)
+
+    def warn(text, stacklevel):
+        warnings.warn(text, stacklevel=stacklevel)
+
+    # The hook is a user's, and so its line; what it calls warns.
+    module.register_load_state_dict_pre_hook(lambda *_: warn("found", _torch.users_stacklevel(sys._getframe())))
+    with pytest.warns(UserWarning, match="found") as caught:
+        module.load_state_dict(module.state_dict())
+    assert caught[0].filename == __file__
+
+
 def test_users_call__is_the_function_of_a_library_that_that_frame_calls():
     called = []
     # torch asks the hook inside of `load_state_dict`.

@@ -32,6 +32,7 @@ from sherd._torch.call_stack import splitting_stage as splitting_stage
 from sherd._torch.call_stack import users_call as users_call
 from sherd._torch.call_stack import users_frame as users_frame
 from sherd._torch.call_stack import users_line as users_line
+from sherd._torch.call_stack import users_stacklevel as users_stacklevel
 from sherd._torch.checkpointing import answer_checkpointing as answer_checkpointing
 from sherd._torch.checkpointing import full_of_sharded_tensor as full_of_sharded_tensor
 from sherd._torch.checkpointing import is_sharded_tensor as is_sharded_tensor

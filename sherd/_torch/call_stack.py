@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,11 @@ def users_line(frame: FrameType | None) -> str:
     """Returns the line of `users_frame` as "file:number"; "" without such a frame."""
     users = users_frame(frame)
     return "" if users is None else f"{users.f_code.co_filename}:{users.f_lineno}"
+
+
+def users_stacklevel(frame: FrameType) -> int:
+    """Returns the `stacklevel` with which what is called in `frame` warns of the line that `users_line` returns."""
+    return 2 + len(list(itertools.takewhile(lambda each: not is_users(each), frames_from(frame))))
 
 
 def users_call(frame: FrameType | None) -> str:

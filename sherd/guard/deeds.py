@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import gradients_of, in_backward, users_line
+from sherd.comm.streams import wait_for_steps
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import in_short
 from sherd.tensor.local_step import are_same
@@ -212,6 +213,7 @@ class _Steps:
             doubts = True
             self._more.append(f"the state of {name} was loaded, cleared or exchanged since its last step")
         if self.values.is_due:
+            wait_for_steps()
             counts = {_plain(state.get("step")) for state in self._states_of(optimizer)} - {_NOT_PLAIN}
             self._more.append(f"the state of {name} has counted {in_short(sorted(map(str, counts))) or 'no'} steps")
         self._has_gradient = has_gradient

@@ -26,6 +26,7 @@ from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import exchange_objects
+from sherd.comm.streams import wait_for_steps
 from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import CommError, in_short
 from sherd.guard.deeds import STEPPED, Deed
@@ -182,6 +183,7 @@ def copied_by(unit: Unit) -> list[Copied]:
     sums: dict[DataMesh, list[int]] = {}
     for group in (weights.group for weights in unit.weights):
         if group.mesh.holds_copies and not group.gathers_itself:
+            wait_for_steps()  # forward does not wait for those of `step_on_thread(delay=1)`
             bits = () if group.masters is None else group.masters.bits()
             sums.setdefault(group.mesh, []).extend(map(_sum, (group.shard_buffer.detach(), *bits)))
     hashes = (_hash(struct.pack(f"<{len(each)}q", *each).hex()) for each in sums.values())

@@ -64,7 +64,7 @@ class PassingPart:
         """The elements where they rest, or a buffer in host memory for those on a disk."""
         if self.disk is None:
             return self._vector[self._start : self._stop]
-        return torch.empty(self._stop - self._start, dtype=self._vector.dtype, pin_memory=self._rest.pinned)
+        return self.disk.buffer(self._stop - self._start, self._vector.dtype, self._rest.pinned)
 
     def read(self) -> None:
         """Begin to read what rests on a disk."""
@@ -85,7 +85,7 @@ class PassingPart:
     def write(self) -> None:
         """Begin to write to the disk what was taken back, and has come to host memory."""
         assert self.disk is not None, "it rests on a disk"
-        self.disk.write(self._vector, self._start, self._own)
+        self.disk.write(self._vector, self._start, self._own, self._rest.pinned)
 
 
 class MastersPart:
@@ -196,13 +196,15 @@ def step_chunks(
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     places = [place for group in groups for place in (group.place.state, group.place.masters)]
     disks = {place.path: place for place in places if isinstance(place, Disk)}
+    needed: dict[int, int] = defaultdict(int)  # by file system: folders may share one
     try:
         for path, each in disks.items() if num_moments else ():
             of_disk = [group for group in groups if group.place.state == Disk(path)]
             sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
             masters = [group.masters for group in groups if group.masters and group.place.masters == Disk(path)]
             bits = [part.nbytes for own in masters for part in (own.low, own.carries) if not vectors_on(each).has(part)]
-            vectors_on(each).require(num_moments * sum(sizes) + sum(bits))
+            needed[number := vectors_on(each).file_system] += num_moments * sum(sizes) + sum(bits)
+            vectors_on(each).require(needed[number])
         last = _step_chunks(chunks, device, run)
         if device.type != "cpu":
             if optimizer not in _copies:

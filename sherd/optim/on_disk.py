@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from typing import NoReturn
 
 import torch
 
+from sherd._torch import users_stacklevel
 from sherd.policy import Disk
 from sherd.storage.scratch import Request, Scratch, ScratchFile
 from sherd.tensor.ragged import memory_of
 
 DEPTH = 8
 """Requests under way at a time: AdamW's for one chunk that comes and one that goes, twice."""
+WRITES = 4
+"""Those of them that may be writes, whose buffers are not free."""
 
 
 class DiskVectors:
     """Vectors in scratch files, which are mapped: whatever reads one finds its values, at the latest after `settle`."""
 
     def __init__(self, path: str) -> None:
-        self._scratch = Scratch(path, depth=DEPTH)
+        self._scratch = Scratch(path, depth=DEPTH, stacklevel=users_stacklevel(sys._getframe()))
+        self.file_system = os.stat(self._scratch.path).st_dev
+        """Its number: folders with the same one share their space."""
         self._files: dict[int, ScratchFile] = {}  # by the address of the vector
-        self._writing: deque[tuple[Request, torch.Tensor]] = deque()
+        self._writing: deque[tuple[Request, torch.Tensor, bool]] = deque()
         self._lock = threading.Lock()
+        self._free_buffers: defaultdict[tuple[int, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
 
     def require(self, nbytes: int) -> None:
         """Raises ScratchError unless `nbytes` of each rank of this host are free."""
@@ -63,27 +70,40 @@ class DiskVectors:
                 return file, begin - address
         return None
 
+    def buffer(self, numel: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+        """Returns host memory to read into and to write from: that of an earlier write of this step, if one is over."""
+        with self._lock:
+            if free := self._free_buffers[numel, dtype, pinned]:
+                return free.pop()
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
     def read(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> Request:
         """Begin to fill `buffer`, in host memory, with the elements from `start` on of a vector of this object."""
         file, at = self._place_of(vector) or _missing()
         return file.read_into(memory_of(buffer), at + start * vector.itemsize)
 
-    def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
-        """Begin to write `buffer`, in host memory, to the elements from `start` on. Raises errors of earlier writes."""
+    def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor, pinned: bool = False) -> None:
+        """Begin to write `buffer`, in host memory, to the elements from `start` on. Raises errors of earlier writes.
+
+        `pinned`: with what `buffer` was asked for.
+        """
         file, at = self._place_of(vector) or _missing()
         with self._lock:
-            self._writing.append((file.write_from(memory_of(buffer), at + start * vector.itemsize), buffer))
-        self._wait(DEPTH)
+            self._writing.append((file.write_from(memory_of(buffer), at + start * vector.itemsize), buffer, pinned))
+        self._wait(WRITES)
 
     def _wait(self, most: int) -> None:
         """Wait for the oldest writes, until at most so many are under way."""
         with self._lock:
             while len(self._writing) > most:
-                self._writing.popleft()[0].wait()
+                request, buffer, pinned = self._writing.popleft()
+                request.wait()
+                self._free_buffers[buffer.numel(), buffer.dtype, pinned].append(buffer)
 
     def settle(self) -> None:
         """Return once all has been written. Raises ScratchError."""
         self._wait(0)
+        self._free_buffers.clear()
 
 
 def _missing() -> NoReturn:

@@ -60,15 +60,16 @@ class Scratch:
     failed all others raise its error.
 
     Args:
-        path: a folder of a disk, or the name of one to make in a folder that exists.
+        path: a folder of a disk, or the name of one to make in a folder that exists. `~` is the user's home.
         depth: the most requests at a time, those that are under way included; the next one waits.
+        stacklevel: of warnings, from the caller's line (2) outwards.
 
     Raises:
         ScratchError: `path` is a file, or no file can be made there.
     """
 
-    def __init__(self, path: str, *, depth: int = 4) -> None:
-        self.path = os.path.abspath(path)
+    def __init__(self, path: str, *, depth: int = 4, stacklevel: int = 2) -> None:
+        self.path = os.path.abspath(os.path.expanduser(path))
         with self.explained(f"scratch folder {self.path} cannot be used"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
@@ -77,7 +78,7 @@ class Scratch:
         if file_system in ("tmpfs", "ramfs"):
             warnings.warn(
                 f"scratch folder {self.path} is on {file_system}, memory of the host: choose a folder of a disk",
-                stacklevel=2,
+                stacklevel=stacklevel,
             )
         self._process = os.getpid()
         self._failure = ""
@@ -101,8 +102,8 @@ class Scratch:
             free = self._num_free()
         if nbytes > free:
             raise ScratchError(
-                f"scratch folder {self.path} needs {in_bytes(nbytes)}, and has {in_bytes(free)} free: free space, or "
-                "choose a folder of a larger disk"
+                f"scratch folder {self.path}: its file system needs {in_bytes(nbytes)}, and has {in_bytes(free)} free: "
+                "free space, or choose a folder of a larger disk"
             )
 
     def file(self, name: str, nbytes: int) -> ScratchFile:

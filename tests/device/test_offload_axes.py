@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sherd
 import simdevice
 from sherd import Blocks, CPUOffloadPolicy, Disk, OffloadPolicy
+from sherd.engine.make import build as make_build
 from sherd.optim import chunks
+from sherd.policy import SavedOnHost
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 from tests.optim.test_masters import KINDS, made
 from tests.support.models import chain, noise
@@ -99,6 +102,71 @@ def test_a_compiled_step_in_chunks_is_compiled_for_none_of_them(axis, sim_world)
     ((_, expected), *_) = sim_world(2).run(compiled, OffloadPolicy()).values
     assert num_graphs == 0
     torch.testing.assert_close(found, expected)
+
+
+POLICIES = {
+    **AXES,
+    "masters": OffloadPolicy(masters="host", optimizer="host"),
+    "masters, step": OffloadPolicy(masters="host", gradients="host"),
+    "masters, everything": OffloadPolicy(masters="host", parameters="host"),
+    "half of everything": CPUOffloadPolicy(share=0.5),
+    "activations": OffloadPolicy(activations="host"),
+    "activations, state": OffloadPolicy(activations="host", optimizer="host"),
+}
+PLACED = {
+    "Shard": {},
+    "Flat": {"placement": sherd.Flat()},
+    "Blocks": {"placement": Blocks(2)},
+    "Owned": {"placement": sherd.Owned()},
+    "HSDP": {"placements": "hsdp"},
+}
+OPTIMIZED = {
+    "AdamW": (optim.AdamW, False),
+    "flattened": (optim.AdamW, True),
+    "SGD": (optim.SGD, False),
+    "Muon": (sherd.Muon, False),
+}
+
+
+def trained_in_pair(axis: str, placed: str, optimized: str, offloads: bool) -> tuple[list[Tensor], dict[str, int]]:
+    """The unsharded parameters, and what the host waited for in the last step of the optimizer."""
+    policy, (kind, flattens), options = POLICIES[axis], OPTIMIZED[optimized], PLACED[placed]
+    dtype = torch.float32 if policy.masters is None else torch.bfloat16
+    if not offloads:
+        policy = OffloadPolicy(masters=None if policy.masters is None else "device")
+    model = model_of(policy, dtype, **options)
+    optimizer = made(kind, model, flattens)
+    stepped(model, optimizer, 3, dtype)
+    model(
+        noise(3, torch.distributed.get_rank(), 3, WIDTH).to(torch.bfloat16).to(dtype).to("sim")
+    ).float().sum().backward()
+    simdevice.host_waits()
+    optimizer.step()
+    waits = simdevice.host_waits()
+    torch.accelerator.synchronize()
+    return [each.full_tensor().float().cpu() for each in model.parameters()], waits
+
+
+def in_pair(*of_case: str) -> tuple[bool, dict[str, int]]:
+    small = partial(SavedOnHost, min_bytes=1)
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 64), mock.patch.object(make_build, "SavedOnHost", small):
+        found, waits = trained_in_pair(*of_case, True)
+        expected, _ = trained_in_pair(*of_case, False)
+    return all(map(torch.equal, found, expected)), waits
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("optimized", OPTIMIZED)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("axis", POLICIES)
+def test_every_place_under_every_layout_has_the_values_of_no_offload(axis, placed, optimized, sim_world):
+    steps_on_host = POLICIES[axis].step_place == "host"
+    if optimized == "Muon" and (steps_on_host or POLICIES[axis].share < 1):
+        return  # the host computes products of its own
+    world = sim_world(4 if placed == "HSDP" else 2, pause_us=200, seed=6)
+    for same, waits in world.run(in_pair, axis, placed, optimized).values:
+        assert same
+        assert not waits or optimized == "Muon" or "pageable" in axis, waits
 
 
 class Counting(optim.Optimizer):
@@ -301,3 +369,48 @@ def test_masters_take_two_bytes_and_a_bit_of_an_element_where_they_rest(sim_worl
     for (far, waits), (near, _) in sim_world(2).run(of_steps, policies, torch.bfloat16).values:
         assert near - far == pytest.approx(2.125 * sum(each.numel() for each in GPT().parameters()) / 2, rel=0.1)
         assert not waits
+
+
+def verified(axis: str) -> str:
+    """What `verify_equivalence` says of a training under a policy; empty if it is equivalent."""
+    mesh = init_device_mesh("sim", (2,))
+
+    def shard(model: Any) -> Any:
+        for unit in (*model, model):
+            sherd.fully_shard(unit, mesh=mesh, offload_policy=POLICIES[axis])
+        return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return chain(2, WIDTH).to("sim")
+
+    batches = [noise(number, 0, 4, WIDTH).to("sim") for number in range(2)]
+    found = sherd.verify_equivalence(build, batches, shard=shard, loss=lambda model, x: model(x).square().mean())
+    return "" if found.ok else str(found)
+
+
+def test_trainings_under_the_policies_are_verified_as_the_plain_one(sim_world):
+    for axis in ("state", "step", "everything", "half of the state", "activations"):
+        assert sim_world(2).run(verified, axis).values == [""] * 2, axis
+
+
+def keeps_from_capture(axis: str) -> str:
+    """What `capturable` says of a training under a policy."""
+    model = model_of(POLICIES[axis])
+    optimizer = optim.AdamW(model.parameters(), capturable=POLICIES[axis].step_place == "device")
+    x = noise(0, torch.distributed.get_rank(), 3, WIDTH).to("sim")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    report = sherd.capturable(model, step, warmup=2)
+    return str(report)
+
+
+def test_what_keeps_a_step_with_offload_from_being_captured_is_named(sim_world):
+    said = {axis: set(sim_world(2).run(keeps_from_capture, axis).values) for axis in ("step", "everything", "state")}
+    for axis in ("step", "everything"):
+        assert all("steps in host memory, for which the host waits" in each for each in said[axis]), axis
+    assert all("has not waited for what its reduce lane does" in each for each in said["state"])

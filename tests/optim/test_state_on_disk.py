@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import pathlib
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -130,6 +131,24 @@ def test_so_is_one_that_is_too_small_for_masters_alone_or_with_state(tmp_path, t
         assert sum(needed) == pytest.approx((of_state + 2.125) * numel, rel=0.1)
 
 
+@on_threads(1)
+def test_folders_of_one_file_system_must_fit_together(tmp_path, monkeypatch):
+    needed = []
+    monkeypatch.setattr(DiskVectors, "require", lambda self, nbytes: needed.append(nbytes))
+    disks = {name: Disk(str(tmp_path / name)) for name in ("optimizer", "masters")}
+    first_steps(OffloadPolicy(**disks))
+    numel = sum(each.numel() for each in chain(2, 24).append(nn.Linear(24, 5)).parameters())
+    assert max(needed) == pytest.approx(10.125 * numel, rel=0.1)
+
+
+@on_threads(1)
+def test_the_warning_of_a_folder_in_memory_names_the_users_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sherd.storage.scratch.file_system_of", lambda path: "tmpfs")
+    with pytest.warns(UserWarning, match="is on tmpfs, memory of the host") as caught:
+        first_steps(OffloadPolicy(optimizer=Disk(str(tmp_path))))
+    assert {pathlib.Path(each.filename).parent for each in caught} == {pathlib.Path(__file__).parent}
+
+
 def first_steps(policy):
     model = sharded(policy)
     steps(model, made(optim.AdamW, model), range(2))
@@ -161,6 +180,28 @@ def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
     state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
     assert near - far >= 0.9 * state
     assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
+
+
+@on_threads(1)
+def test_at_most_twelve_vectors_of_a_chunk_are_under_way(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    for unit in (*model, model):
+        fully_shard(unit, offload_policy=OffloadPolicy(optimizer=Disk(str(tmp_path))))
+    optimizer, made, most, buffer = optim.AdamW(model.parameters()), [], [0], DiskVectors.buffer
+
+    def counted(*args):
+        vector = buffer(*args)
+        made.append(weakref.ref(vector))
+        most[0] = max(most[0], len({id(each) for ref in made if (each := ref()) is not None}))
+        return vector
+
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 512), mock.patch.object(DiskVectors, "buffer", counted):
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 4 < most[0] <= 12
+    assert all(ref() is None for ref in made), "between steps there are none"
 
 
 @on_threads(2)

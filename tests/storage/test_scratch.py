@@ -270,6 +270,12 @@ def test_a_folder_in_memory_is_warned_of(tmp_path, monkeypatch):
     assert caught[0].filename == __file__
 
 
+def test_a_folder_may_be_in_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Scratch("~/scratch").close()
+    assert (tmp_path / "scratch").is_dir()
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_taken(scratch):
     scratch.require(1)
     with pytest.raises(ScratchError, match=r"needs 1\.0+ EiB|needs 1,024 PiB, and has [\d.,]+ .iB free: free space"):

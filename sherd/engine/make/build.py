@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in
+from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in, users_stacklevel
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
@@ -62,7 +63,7 @@ def make_unit(
         if isinstance(disk, Disk):
             from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
 
-            Scratch(disk.path).close()
+            Scratch(disk.path, stacklevel=users_stacklevel(sys._getframe())).close()
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())

@@ -348,6 +348,8 @@ class Unit(UnitGroups):
                 f"an optimizer steps unit {self.name} inside an unshard context, at the end of which the full "
                 "parameters will be written over its shards; step outside, or enter the context with writeback=False"
             )
+        if self.late is not None and all(each.grad is None for each in self.shards.optimizer_params):
+            return
         self.await_update()
         self.shards.settle()
         self.shards.settle_masters()
@@ -368,6 +370,7 @@ class Unit(UnitGroups):
         """
         if under_way:
             wait_for_steps()
+        self.catch_up()
         self.notice_moved()
         runtime: UnitRuntime | None = self.sealed_into()
         if runtime is None:
@@ -392,6 +395,11 @@ class Unit(UnitGroups):
                 "between steps, or reset_iter_state() first"
             )
 
+    def catch_up(self) -> None:
+        """Let the next gather read what a late step makes. All ranks must call it together."""
+        if self.late is not None:
+            self.shards_written()
+
     def may_be_written(self) -> None:
         """Note that the user may have written to the shards (`parameter.data.copy_(...)` is not noticed otherwise).
 
@@ -399,10 +407,13 @@ class Unit(UnitGroups):
             WriteBackError: the user gave shards other memory, and its values are lost, or have another shape.
         """
         self.notice_moved()
-        self.shards_written()
+        if self.late is None:  # copies are renewed with the next step
+            self.shards_written()
 
     def shards_written(self) -> None:
         """Note that shards have new values, so unsharded parameters and kept copies are stale."""
+        if self.late is not None:
+            self.updating, self.late = self.late, None
         for weights in self.weights:
             weights.group.mark_shards_written()
         runtime: UnitRuntime | None = self.sealed_into()

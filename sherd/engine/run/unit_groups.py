@@ -56,6 +56,7 @@ class UnitGroups(ABC):
         is_on_all_ranks: each rank of the mesh holds elements of the unit.
         arriving: the copies to host memory of gradients that shards have already.
         updating: the step of the shards that a thread makes; None once it was waited for.
+        late: such a step whose values gathers are to read after the next step only, from copies that are renewed then.
     """
 
     name: str
@@ -89,6 +90,7 @@ class UnitGroups(ABC):
         self.gradients: list[Gradients] = []
         self.arriving: list[Handoff] = []
         self.updating: Handoff | None = None
+        self.late: Handoff | None = None
 
     @property
     @abstractmethod
@@ -229,6 +231,8 @@ class UnitGroups(ABC):
             precisely = in_full_precision
             if precisely is None:
                 precisely = self.precision.full_precision_in_eval and self.in_full_precision
+            if precisely and self.late is not None:  # the copy in this dtype was not renewed with the others
+                self.await_update()
             if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
                 watcher.sharded_again()
             mesh = weights.group.mesh
@@ -321,15 +325,27 @@ class UnitGroups(ABC):
         self.arriving = [copy for gradients in self.gradients for copy in gradients.land(ahead)]
         under_way.update((id(each), each) for each in self.arriving)
 
-    def update_by(self, step: Handoff) -> None:
+    def update_by(self, step: Handoff, is_late: bool = False) -> None:
         """Note the step of the shards that a thread is to make once the gradients that are `arriving` have come."""
         for each in self.arriving:
             under_way.pop(id(each), None)
-        self.updating = under_way[id(step)] = step
+        under_way[id(step)] = step
+        if is_late:
+            self.late = step
+        else:
+            self.updating = step
+
+    def renew_copies(self) -> list[Handoff]:
+        """Begin to copy the shards to the copies that gathers read. Returns what to wait for before shards change."""
+
+        def renew(group: Group, async_op: bool) -> None:
+            group.source(group.compute_dtype)
+
+        return [self.streams.gather.run(partial(renew, weights.group)) for weights in self.weights]
 
     def await_update(self) -> None:
         """Block the caller until a thread has made its step of the shards, if there is one. Raises its error."""
-        updating, self.updating = self.updating, None
+        updating, self.updating, self.late = self.updating or self.late, None, None
         if updating is not None:
             try:
                 updating.wait_on_host()

@@ -313,7 +313,8 @@ class _Watcher:
             owner = ref()
             if owner is not None:
                 owner.compared.stepped()
-                owner.shards_written()
+                if owner.late is None:  # else the step had no gradient of it
+                    owner.shards_written()
         for listener in list(self._listeners):
             listener.after_step(optimizer)
 

@@ -31,6 +31,7 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.comm.mesh import DataMesh
+from sherd.comm.streams import Handoff
 from sherd.engine.state.compared import Compared
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.extent import Extent
@@ -185,6 +186,7 @@ class Owner(Protocol):
     compared: Compared
     place: RestingPlace
     was_unsynced: bool
+    late: Handoff | None
 
     @property
     def unsynced(self) -> str:
