@@ -56,6 +56,9 @@ class Sharded:
         return sharded
 
 
+INT8: dict[str, Any] = {"gather": "int8", "reduce": Reduction(wire="int8")}
+
+
 def over_gloo(**formats: Any) -> CommPolicy:
     return CommPolicy(transport="gloo", **formats)
 
@@ -66,8 +69,10 @@ SYSTEMS = {
     "sherd": Sharded(sherd, policy=over_gloo()),
     "sherd bf16 wire": Sharded(sherd, policy=over_gloo(reduce=Reduction(wire=torch.bfloat16))),
     "sherd bf16": Sharded(sherd, BF16, over_gloo()),
-    "sherd int8 both ways": Sharded(sherd, policy=over_gloo(gather="int8", reduce=Reduction(wire="int8"))),
+    "sherd int8 both ways": Sharded(sherd, policy=over_gloo(**INT8)),
+    "sherd bf16, int8 both ways": Sharded(sherd, BF16, over_gloo(**INT8)),
 }
+"""bf16 is the dtype of compute and of reductions; a wire's format leaves compute in float32."""
 
 
 def be_rank(rank: int, rounds: int, out: Path) -> None:

@@ -83,7 +83,7 @@ def _options(config: Config) -> dict[str, Any]:
         "mp_policy": MixedPrecisionPolicy(*dtypes),
         "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
-        "comm_policy": comm_policy(config, order, divergence="trust" if config.cuda_graph else "error"),
+        "comm_policy": comm_policy(config, torch.bfloat16, order, divergence="trust" if config.cuda_graph else "error"),
     }
 
 

@@ -84,14 +84,16 @@ WRONG = [
 
 def test_formats_are_those_of_codecs_and_become_a_policy():
     assert Config() == Config.of({"gather": "own", "reduce": "own", "reduce_replicas": "same"})
-    assert comm_policy(Config()) == CommPolicy()
+    assert comm_policy(Config(), torch.bfloat16) == CommPolicy()
     everything = Config.of({"gather": "int4", "reduce": "bf16", "reduce_replicas": "int8"})
     within, between = Reduction(wire=torch.bfloat16), Reduction(wire="int8")
-    assert comm_policy(everything) == CommPolicy(gather="int4", reduce=within, reduce_replicas=between)
+    assert comm_policy(everything, torch.bfloat16) == CommPolicy(gather="int4", reduce=within, reduce_replicas=between)
     between = Config.of({"reduce": "int8", "reduce_replicas": "own"})
-    assert comm_policy(between) == CommPolicy(reduce=Reduction(wire="int8"), reduce_replicas=Reduction())
+    assert comm_policy(between, torch.bfloat16) == CommPolicy(
+        reduce=Reduction(wire="int8"), reduce_replicas=Reduction()
+    )
     rounded = Config.of({"reproducible": True, "reduce": "bf16"})
-    assert comm_policy(rounded, "ranks").reduce == Reduction(wire=torch.bfloat16, order="ranks")
+    assert comm_policy(rounded, torch.bfloat16, "ranks").reduce == Reduction(wire=torch.bfloat16, order="ranks")
     assert {word for words in FORMATS.values() for word in words} == {"own", "same", *COSTS}
 
 

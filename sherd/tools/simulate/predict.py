@@ -250,6 +250,6 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
         elif (span.lane, span.unit) in in_turn:
             group, kind = next(in_turn[span.lane, span.unit])
             nbytes = span.nbytes * (group.size - 1) // group.size
-            for each in {"all-reduce": ("all-reduce",) * 2, AND_BACK: ("all-to-all", "all-gather")}.get(kind, (kind,)):
-                add(each, nbytes, group)
+            for way in {"all-reduce": ("all-reduce",) * 2, AND_BACK: ("all-to-all", "all-gather")}.get(kind, (kind,)):
+                add(way, nbytes, group)
     return {link: round(nbytes) for link, nbytes in sent.items()}

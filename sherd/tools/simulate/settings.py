@@ -152,12 +152,14 @@ COSTS = {
 """By format, the bytes as a part of those of float32, and the most that an element is off by, about."""
 
 
-def comm_policy(choice: Any, order: str = "any", **options: Any) -> CommPolicy:
-    """Returns the policy with the formats of `choice`, a `Settings` or a record with the same fields of formats."""
-    import torch  # settings are read without it
+def comm_policy(choice: Any, bf16: Any, order: str = "any", **options: Any) -> CommPolicy:
+    """Returns the policy with the formats of `choice`, a `Settings` or a record with the same fields of formats.
+
+    `bf16` is torch's dtype: settings are read without torch.
+    """
 
     def reduction(word: str) -> Reduction:
-        return Reduction({"own": None, "bf16": torch.bfloat16}.get(word, word), order=order)
+        return Reduction({"own": None, "bf16": bf16}.get(word, word), order=order)
 
     of_shards, of_replicas = choice.reduce, choice.reduce_replicas
     return CommPolicy(
