@@ -114,16 +114,14 @@ class Config:
     def __post_init__(self) -> None:
         if self.cuda_graph and self.offload != "nothing":
             raise InputError("cuda_graph = true cannot hold offload, for which the host may wait; leave out one")
-        coded = [name for name in FORMATS if self.reproducible and getattr(self, name) in CODECS]
-        if coded:
-            raise InputError(
-                f"{coded[0]} = {getattr(self, coded[0])!r} encodes blocks that end where shards do, so reproducible = "
-                "true cannot hold on other numbers of ranks; leave out one"
-            )
-        if self.reproducible and self.reduce_replicas not in ("same", self.reduce):
-            raise InputError(
-                f"reproducible = true has one order for all ranks; leave out reduce_replicas = {self.reduce_replicas!r}"
-            )
+        for name in FORMATS if self.reproducible else ():
+            if (word := getattr(self, name)) in CODECS:
+                raise InputError(
+                    f"{name} = {word!r} encodes blocks that end where shards do, so reproducible = true cannot hold on "
+                    "other numbers of ranks; leave out one"
+                )
+        if self.reproducible and (word := self.reduce_replicas) not in ("same", self.reduce):
+            raise InputError(f"reproducible = true has one order for all ranks; leave out reduce_replicas = {word!r}")
         if self.gather != "own" and self.strategy in KEEPING:
             raise InputError(
                 f"gather = {self.gather!r} would round the shards, which are parts of the parameters that strategy = "

@@ -157,8 +157,8 @@ def lines_of(
     yield from _settings_in_lines(settings)
     for name, times in speedups.items():
         part, error = COSTS[settings.formats[name]]
-        cost = f"{part:.2f} of the bytes of float32, error at most {error}"
-        yield f"values      {settings.in_words()[name]}: {cost}; a step {times:.2f} times as fast as without"
+        said = f"{part:.2f} of the bytes of float32, error at most {error}"
+        yield f"values      {settings.in_words()[name]}: {said}; a step {times:.2f} times as fast as without"
     speed = f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {speed}"
     gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"

@@ -121,7 +121,9 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 class Accesses(TorchDispatchMode):
     """Counts the operations inside, and the bytes that they read and write: those in place do both."""
 
-    num_ops = nbytes = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_ops = self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

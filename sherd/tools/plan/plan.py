@@ -300,9 +300,9 @@ def planned(
         wanted = room if room.lack(prediction.outcome) else Room(room.roomy, room.host)
         advice = _advice(evaluate, exactly, space, settings, prediction, wanted)
     speedups = {
-        name: evaluate(replace(settings, **{name: FORMATS[name][0]})).seconds / evaluate(settings).seconds
-        for name in settings.formats
-        if name not in settings.without_effect
+        name: evaluate(replace(settings, **dict[str, Any]({name: usual}))).seconds / evaluate(settings).seconds
+        for name, (usual, *_) in FORMATS.items()
+        if name in settings.formats and name not in settings.without_effect
     }
     return Plan(settings, prediction, room, found, advice, training.compute_dtype, training.optimizer, speedups)
 

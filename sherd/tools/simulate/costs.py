@@ -157,11 +157,9 @@ class ClusterCosts:
 
     def touched(self, operations: Touched) -> float:
         """Returns the seconds of element-wise operations."""
-        if not operations.num_ops:
-            return 0.0
         device = self._cluster.device
-        share = device.shares.get(OpKind.POINTWISE, 1.0)
-        return operations.num_ops * device.launch + operations.nbytes / (device.bandwidth * share)
+        bandwidth = device.bandwidth * device.shares.get(OpKind.POINTWISE, 1.0)
+        return operations.num_ops * device.launch + operations.nbytes / bandwidth
 
     def collective(self, kind: str, nbytes: int, group: RankGroup) -> float:
         """Returns the seconds of a collective; see `collective_seconds`."""

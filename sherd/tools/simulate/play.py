@@ -381,9 +381,8 @@ class _Player:
             if of_unit.steps_on_host and unit not in self._fetched:
                 seconds = self._costs.from_host(traffic.owned)
                 fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
-            seconds = self._touch(self._encoding(unit, traffic)) + self._seconds(
-                "all-gather", traffic.gathered, traffic.shard
-            )
+            seconds = self._touch(self._encoding(unit, traffic))
+            seconds += self._seconds("all-gather", traffic.gathered, traffic.shard)
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
             )
@@ -396,7 +395,7 @@ class _Player:
     def _touch(self, operations: Touched) -> float:
         """Queue `operations`; returns their seconds."""
         self.clock.queue(operations.num_ops)
-        return self._costs.touched(operations)
+        return self._costs.touched(operations) if operations.num_ops else 0.0
 
     def _compute_in_formats(self, name: str, unit: int, *operations: Touched) -> None:
         if seconds := sum(map(self._touch, operations)):
@@ -431,9 +430,8 @@ class _Player:
             self._compute_in_formats("add up", unit, *summing)
             return
         for traffic, sizes in zip(self._sharded.units[unit].traffic, self._sharded.units[unit].groups, strict=True):
-            scattered = self._seconds(traffic.reduced_by, traffic.reduced, traffic.shard) + self._touch(
-                traffic.reducing
-            )
+            scattered = self._seconds(traffic.reduced_by, traffic.reduced, traffic.shard)
+            scattered += self._touch(traffic.reducing)
             summed = self._seconds(traffic.all_reduced_by, traffic.all_reduced, traffic.replicate)
             summed += self._touch(traffic.all_reducing)
             end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
