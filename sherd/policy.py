@@ -429,8 +429,9 @@ class CommPolicy:
 
     Raises:
         PolicyError: an unknown `transport`, `divergence` or codec, `part_bytes` less than 1, or two reductions of which
-            one is in the order of ranks; a limit that is no finite number above 0, without a codec, or with
-            `divergence="join"`; `PolicyTypeError` if a reduction is no `Reduction`, or a codec no `Codec`.
+            one is in the order of ranks, or that order with `gather`; a limit that is no finite number above 0, without
+            a codec, or with `divergence="join"`; `PolicyTypeError` if a reduction is no `Reduction`, or a codec no
+            `Codec`.
     """
 
     transport: str = "auto"
@@ -456,6 +457,11 @@ class CommPolicy:
             raise PolicyError(
                 f"CommPolicy(reduce={self.reduce}, reduce_replicas={self.reduce_replicas}): the order of ranks is one "
                 "for all ranks; leave reduce_replicas out"
+            )
+        if self.sums_in_order and self.gather is not None:
+            raise PolicyError(
+                f"CommPolicy(reduce=Reduction(order='ranks'), gather={self.gather!r}): a block ends where a shard "
+                "does, so each number of ranks rounds otherwise; leave gather out, or take order='any'"
             )
         if self.sums_in_order and self.divergence == "join":
             raise PolicyError(

@@ -96,6 +96,23 @@ def test_one_rank_goes_on_where_two_stopped(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_rank_and_two_end_with_the_same_bits(tmp_path):
+    both, alone = (run("reproducible.py", tmp_path, num_ranks=ranks)[0] for ranks in (2, 1))
+    assert both.partition("norm")[1:] == alone.partition("norm")[1:]
+    assert re.search(r"digest of all parameters [0-9a-f]{16}$", both, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_gradients_in_eight_bits_between_nodes_train_as_well_with_a_quarter_of_the_bytes(tmp_path):
+    first, second = run("fewer_bits.py", tmp_path)
+    usual, rounded = losses(first)
+    assert rounded == pytest.approx(usual, rel=0.05)
+    more, fewer = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes of", first))
+    assert fewer < 0.26 * more
+    assert second == ""
+
+
+@pytest.mark.slow
 def test_a_flat_layout_trains_as_the_default_does_and_shows_its_memory(tmp_path):
     first, second = run("flat_layout.py", tmp_path)
     default, flat = losses(first)

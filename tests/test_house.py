@@ -48,7 +48,8 @@ MOST_CODE_LINES = 60  # of a function
 # core's with a table of the cases of gradients, and a unit in two files (028), its and the tools' with `capturable`,
 # and its and the trainer's with steps as graphs (051), the core's and the tools' with gathers into place (052),
 # the core's and the tools' with places for each kind of state, masters, activations, losses in parts and steps on a
-# thread (053), the core's with sums in the order of ranks, codecs and state in blocks (054).
+# thread (053), the core's with sums in the order of ranks, codecs and state in blocks (054), the
+# core's, the tools' and the trainer's with formats that are measured, limited, planned and kept (055).
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.9, 3.0),
@@ -56,13 +57,13 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the whole": (67056, 48000),
-    "lines of the core": (40329, 28000),
+    "lines of the whole": (68546, 48000),
+    "lines of the core": (41065, 28000),
     "lines of the FSDP1": (2659, 2700),
-    "lines of the plug-ins": (3441, 3400),
+    "lines of the plug-ins": (3442, 3400),
     "lines of the adapters": (1603, 1500),
-    "lines of the tools": (13926, 12000),
-    "lines of the trainer": (5098, 4600),
+    "lines of the tools": (14657, 12000),
+    "lines of the trainer": (5120, 4600),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),
     "files of a walk: save": (23, 25),

@@ -20,7 +20,7 @@ from sherd.errors import InputError, SherdError
 from sherd.tools.report.page import page, require_plotly
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.search import garbage_left
-from sherd.tools.simulate.settings import AXES, KINDS, STRATEGIES, Settings
+from sherd.tools.simulate.settings import AXES, COSTS, KINDS, STRATEGIES, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.values import at_least
 from sherd.train.axes import Axes, axes_of, sizes_in
@@ -77,6 +77,8 @@ def add_plan(commands: Any) -> None:
     )
     chosen = p.add_argument_group("settings that are chosen unless told")
     add_fields(chosen, (each for each in fields(Settings) if each.name in KINDS))
+    said = f"as int8,bf16: formats that may be chosen for gathers and reductions, of {', '.join(COSTS)}"
+    p.add_argument("--formats", type=lambda word: word.split(","), default=[], metavar="NAMES", help=said)
     p.add_argument("--json", action="store_true", help="print one line of JSON")
     p.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
     p.add_argument("--timeline", type=Path, metavar="FILE", help="write the step for sherd report and sherd compare")
@@ -205,7 +207,7 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
     training = model.training(context, OPTIMIZERS[stepped], dtype)
     samples = args.samples or (config.batch if config else training.samples * num_data)
     try:
-        return planned(training, cluster, mesh, samples, args.limit, given, Path(args.model).name)
+        return planned(training, cluster, mesh, samples, args.limit, given, Path(args.model).name, args.formats)
     except ArgumentError as error:
         flag, value = flag_of(error.argument), getattr(args, error.argument, None)
         if value is None and error.argument == "mesh":
@@ -278,6 +280,7 @@ def _as_json(made: Plan, tokens: float | None) -> dict[str, Any]:
         "answer": made.answer.value,
         "published": None if published is None else published._asdict(),
         "settings": asdict(made.settings),
+        "speedups": dict(made.speedups),
         "step_seconds": prediction.timeline.seconds,
         "exposed_seconds": prediction.timeline.exposed,
         "tokens_per_second": prediction.tokens_per_second,

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import InputError, did_you_mean
-from sherd.tools.simulate.settings import offload_policy, setting
+from sherd.policy import CODECS
+from sherd.tools.simulate.settings import FORMATS, comm_policy, offload_policy, setting
 from sherd.tools.simulate.values import Kind, above, at_least, limited, one_of, parsed_toml
 
-__all__ = ["Config", "InputError", "assigned", "describe", "offload_policy", "page", "read_tree", "toml"]
+__all__ = ["Config", "InputError", "assigned", "comm_policy", "describe", "offload_policy", "page", "read_tree", "toml"]
 
 NO_HF_CONFIG = "hf = {!r} is no file; give the path of a Hugging Face config.json"
 MOST = 8  # samples; more of them take memory, and are hardly faster
@@ -22,6 +23,8 @@ MOST = 8  # samples; more of them take memory, and are hardly faster
 # test_choices_are_those_of_the_engine_and_of_plans.
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
+KEEPING = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
+"""Strategies that keep unsharded parameters."""
 MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
 PATHS = ("data", "hf")
 FREE = (
@@ -83,6 +86,9 @@ class Config:
     offload: str = setting("offload")
     checkpointing: float = setting("checkpointing")
     recompute: str = setting("recompute")
+    gather: str = setting("gather")
+    reduce: str = setting("reduce")
+    reduce_replicas: str = setting("reduce_replicas")
     precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
     compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
     cuda_graph: bool = limited(False, "replay forward, backward and clipping as one CUDA graph: docs/do/train.md")
@@ -108,6 +114,19 @@ class Config:
     def __post_init__(self) -> None:
         if self.cuda_graph and self.offload != "nothing":
             raise InputError("cuda_graph = true cannot hold offload, for which the host may wait; leave out one")
+        for name in FORMATS if self.reproducible else ():
+            if (word := getattr(self, name)) in CODECS:
+                raise InputError(
+                    f"{name} = {word!r} encodes blocks that end where shards do, so reproducible = true cannot hold on "
+                    "other numbers of ranks; leave out one"
+                )
+        if self.reproducible and (word := self.reduce_replicas) not in ("same", self.reduce):
+            raise InputError(f"reproducible = true has one order for all ranks; leave out reduce_replicas = {word!r}")
+        if self.gather != "own" and self.strategy in KEEPING:
+            raise InputError(
+                f"gather = {self.gather!r} would round the shards, which are parts of the parameters that strategy = "
+                f"{self.strategy!r} keeps; leave out gather, or take zero3 or hsdp"
+            )
         if self.offload.startswith("masters") and self.precision != "bf16":
             raise InputError("offload = masters needs weights that compute in bfloat16; set precision = bf16, or state")
         if self.hf:

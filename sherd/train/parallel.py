@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from sherd import CommPolicy, Flat, MixedPrecisionPolicy, Owned, Reduction, SherdError, auto_shard
+from sherd import Flat, MixedPrecisionPolicy, Owned, SherdError, auto_shard
 from sherd.api.auto_shard import described, shard_units
 from sherd.api.blocks import Wrapping, evenly_spread, repeated_blocks, rewrapped
 from sherd.api.recompute import selective_contexts
-from sherd.train.config import Config, InputError, offload_policy
+from sherd.train.config import Config, InputError, comm_policy, offload_policy
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder, Head, HuggingFace
 
@@ -75,7 +75,7 @@ def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -
 def _options(config: Config) -> dict[str, Any]:
     """The other arguments of `auto_shard`."""
     dtypes = (torch.bfloat16, torch.float32) if config.precision == "bf16" else ()
-    reduction = Reduction(order="ranks") if config.reproducible else None
+    order = "ranks" if config.reproducible else "any"
     return {
         "placements": None if config.strategy == "auto" else config.strategy,
         "placement": {"shard": None, "flat": Flat(), "whole": Owned()}[config.placement],
@@ -83,7 +83,7 @@ def _options(config: Config) -> dict[str, Any]:
         "mp_policy": MixedPrecisionPolicy(*dtypes),
         "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
-        "comm_policy": CommPolicy(divergence="trust" if config.cuda_graph else "error", reduce=reduction),
+        "comm_policy": comm_policy(config, torch.bfloat16, order, divergence="trust" if config.cuda_graph else "error"),
     }
 
 

@@ -196,6 +196,8 @@ def test_what_cannot_be_encoded_is_refused():
     sherd.fully_shard(nn.Linear(4, 4), placements="ddp", comm_policy=encoded)  # of which nothing is gathered
     with pytest.raises(PolicyError, match=r"gather='int9'.: expected a Codec, or one of int8"):
         sherd.CommPolicy(gather="int9")
+    with pytest.raises(PolicyError, match=r"order='ranks'.*gather='int8'.*leave gather out"):
+        sherd.CommPolicy.reproducible(gather="int8")
     with pytest.raises(PolicyTypeError, match=r"gather=8.: expected a Codec, or the name of one"):
         sherd.CommPolicy(gather=8)
     model = sherd.fully_shard(nn.Linear(4, 4), comm_policy=sherd.CommPolicy(reduce=sherd.Reduction(wire="int8")))

@@ -6,9 +6,12 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from sherd import CommPolicy, Reduction
 from sherd.api.blocks import WRAPPINGS
 from sherd.api.placements import PRESETS
-from sherd.tools.simulate.settings import UNITS
+from sherd.tools.simulate.settings import COSTS, FORMATS, UNITS, comm_policy
 from sherd.train import config as configs
 from sherd.train.config import FIELDS, FREE, Config, InputError, assigned, describe, page, read_tree, toml
 from tests.support.refusals import one_line
@@ -16,8 +19,8 @@ from tests.support.refusals import one_line
 refused = partial(one_line, InputError)
 
 
-def test_the_trainer_has_at_most_32_fields_and_fewer_than_2800_lines():
-    assert len(fields(Config)) <= 32
+def test_the_trainer_has_at_most_35_fields_and_fewer_than_2800_lines():
+    assert len(fields(Config)) <= 35
     files = Path(configs.__file__).parent.glob("*.py")
     assert sum(len(file.read_text().splitlines()) for file in files) < 2800
 
@@ -71,7 +74,27 @@ WRONG = [
         {"offload": "masters:0.5"},
         "offload = masters needs weights that compute in bfloat16; set precision = bf16, or state",
     ),
+    ({"gather": "bf16"}, "gather = 'bf16' is out of its limits; it must be one of own, int8, fp8_e4m3"),
+    ({"gather": "int8", "strategy": "zero2"}, "gather = 'int8' would round the shards, which are parts of"),
+    ({"gather": "int8", "reproducible": True}, "gather = 'int8' encodes blocks that end where shards do"),
+    ({"reduce": "fp8_e5m2", "reproducible": True}, "reduce = 'fp8_e5m2' encodes blocks that end where shards do"),
+    ({"reduce_replicas": "bf16", "reproducible": True}, "leave out reduce_replicas = 'bf16'"),
 ]
+
+
+def test_formats_are_those_of_codecs_and_become_a_policy():
+    assert Config() == Config.of({"gather": "own", "reduce": "own", "reduce_replicas": "same"})
+    assert comm_policy(Config(), torch.bfloat16) == CommPolicy()
+    everything = Config.of({"gather": "int4", "reduce": "bf16", "reduce_replicas": "int8"})
+    within, between = Reduction(wire=torch.bfloat16), Reduction(wire="int8")
+    assert comm_policy(everything, torch.bfloat16) == CommPolicy(gather="int4", reduce=within, reduce_replicas=between)
+    between = Config.of({"reduce": "int8", "reduce_replicas": "own"})
+    assert comm_policy(between, torch.bfloat16) == CommPolicy(
+        reduce=Reduction(wire="int8"), reduce_replicas=Reduction()
+    )
+    rounded = Config.of({"reproducible": True, "reduce": "bf16"})
+    assert comm_policy(rounded, torch.bfloat16, "ranks").reduce == Reduction(wire=torch.bfloat16, order="ranks")
+    assert {word for words in FORMATS.values() for word in words} == {"own", "same", *COSTS}
 
 
 def test_a_value_that_cannot_be_used_is_named():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.costs import ACROSS
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, Room, SearchResult, Verdict
-from sherd.tools.simulate.settings import AXES, Settings
+from sherd.tools.simulate.settings import AXES, COSTS, Settings
 from sherd.tools.simulate.timeline import Advice, Lane, Timeline
 from sherd.units import in_bytes, in_seconds, three_digits
 
@@ -81,7 +81,7 @@ def cost_of(prediction: Prediction) -> tuple[float | None, str]:
 
 
 def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
-    words = other.in_words()
+    words = other.all_in_words()
     names = [name for name in settings.differing(other) if name != "micro_batches"]
     change = " and ".join(words[name] for name in names)
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
@@ -148,12 +148,17 @@ def lines_of(
     found: SearchResult | None,
     advice: Sequence[Advice],
     training: str,
+    speedups: Mapping[str, float],
 ) -> Iterator[str]:
     """Yields the lines of a plan. They may be too long for a terminal."""
     timeline, facts = prediction.timeline, facts_of(prediction, settings, room, training)
     yield f"{timeline.title}: {facts['cluster']}"
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
+    for name, times in speedups.items():
+        part, error = COSTS[settings.formats[name]]
+        said = f"{part:.2f} of the bytes of float32, error at most {error}"
+        yield f"values      {settings.in_words()[name]}: {said}; a step {times:.2f} times as fast as without"
     speed = f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {speed}"
     gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"
@@ -237,9 +242,9 @@ def _costs(seconds: float) -> str:
 
 def _reasons(found: SearchResult) -> Iterator[str]:
     best = found.outcomes[found.best]
-    chosen = found.best.in_words()
+    chosen = found.best.all_in_words()
     for name, other, outcome in found.others():
-        words, more = other.in_words()[name], outcome.nbytes - best.nbytes
+        words, more = other.all_in_words()[name], outcome.nbytes - best.nbytes
         if words == chosen[name]:
             continue  # the same ranks, counted along other axes
         if outcome == best:

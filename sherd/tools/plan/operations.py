@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from sherd._torch import SHARES_ONE_HEAD, composed_on_meta, group_among
+from sherd._torch import SHARES_ONE_HEAD, TorchDispatchMode, composed_on_meta, group_among
 from sherd.tools.simulate.work import ALONE, Collective, Op, OpKind, RankGroup
 
 __all__ = [
     "WITHOUT_VALUES",
+    "Accesses",
     "KnownResults",
     "collective_of",
     "group_of",
@@ -115,6 +116,22 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of all tensors, each counted once; an expanded tensor has no more than its storage."""
     distinct = {id(tensor): tensor for tensor in tensors}.values()
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in distinct)
+
+
+class Accesses(TorchDispatchMode):
+    """Counts the operations inside, and the bytes that they read and write: those in place do both."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_ops = self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if op_of(func, args, kwargs or {}, result) is not None:
+            read = args[1:] if func.overloadpacket is _ATEN.copy_ else args
+            self.num_ops += 1
+            self.nbytes += sum(each.nbytes for each in tensors_among((*read, result)))
+        return result
 
 
 # Which collective an operation is

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from sherd.tools.simulate.search import (
 )
 from sherd.tools.simulate.settings import (
     AXES,
+    COSTS,
+    FORMATS,
     HYBRID,
     KINDS,
     SHARES,
@@ -82,6 +84,7 @@ class Plan:
         advice: the cheapest changes that fit, if `settings` do not; if they are tight, those that fit with a margin.
         compute_dtype: of forward and backward; None: that of the parameters.
         optimizer: steps the parameters.
+        speedups: how many times as fast a step is with each format of fewer bits, as without it.
     """
 
     settings: Settings
@@ -91,6 +94,7 @@ class Plan:
     advice: tuple[Advice, ...]
     compute_dtype: torch.dtype | None
     optimizer: Optimizer
+    speedups: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def training_in_words(self) -> str:
@@ -153,7 +157,8 @@ class Plan:
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
-        lines = lines_of(self.prediction, self.settings, self.room, self.found, self.advice, self.training_in_words)
+        made = (self.prediction, self.settings, self.room, self.found, self.advice)
+        lines = lines_of(*made, self.training_in_words, self.speedups)
         return "\n".join(parted(lines)) + "\n"
 
 
@@ -170,6 +175,7 @@ def plan(
     memory_limit: int | None = None,
     shard: Shards = auto_units,
     parallelize: Mapping[str, Cut] | None = None,
+    formats: Sequence[str] = (),
     **settings: Any,
 ) -> Plan:
     """Predict a step of `model` on `cluster`, under the fastest settings that fit into memory.
@@ -198,6 +204,8 @@ def plan(
         parallelize: by the name of an axis, `tp` or `cp`, a function of the model and a DeviceMesh of this axis alone.
             It lays the model over the axis in place, as `parallelize_module` does. Only these axes are tried. With
             `cp`, the model takes its rank's part of each sample.
+        formats: formats of fewer bits ("int8", "fp8_e4m3", "fp8_e5m2", "int4", "bf16") that gathers and reductions may
+            travel in. They change values, so that none is chosen unless it is named here.
         settings: given instead of chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of one, such
             as "zero3" or "full_shard"), `placement` ("shard", "flat", or "whole", which is chosen for muon alone),
             `wrapping` (the units: "auto", "pairs", "parts" or "ends"), `reshard`, `checkpointing` (True, False, or the
@@ -231,7 +239,7 @@ def plan(
     )
     if samples is None:
         samples = first * (shape if isinstance(shape, int) else shape.num_data)
-    return planned(training, on, shape, samples, memory_limit, settings)
+    return planned(training, on, shape, samples, memory_limit, settings, formats=formats)
 
 
 @garbage_left()
@@ -243,6 +251,7 @@ def planned(
     memory_limit: int | None,
     given: Mapping[str, Any],
     title: str = "",
+    formats: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan of `training`; see `plan`."""
     if dist.is_initialized():
@@ -251,7 +260,10 @@ def planned(
     layout, given = training.layout, _settings_of(given, mesh)
     # Where the device is the host, offloading saves no memory.
     never = frozenset() if cluster.device.overlaps and not cluster.one_memory else frozenset({"offload"})
-    space = _space_of(training, cluster, mesh, samples, {*given, *never})
+    for word in formats:
+        if word not in COSTS:
+            raise ArgumentError("formats", repr(word), f"expected formats of {', '.join(COSTS)}")
+    space = replace(_space_of(training, cluster, mesh, samples, {*given, *never}), formats=tuple(formats))
     shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
     misfit = layout.misfit(shape)
     if misfit:
@@ -287,7 +299,12 @@ def planned(
         space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
         wanted = room if room.lack(prediction.outcome) else Room(room.roomy, room.host)
         advice = _advice(evaluate, exactly, space, settings, prediction, wanted)
-    return Plan(settings, prediction, room, found, advice, training.compute_dtype, training.optimizer)
+    speedups = {
+        name: evaluate(replace(settings, **dict[str, Any]({name: usual}))).seconds / evaluate(settings).seconds
+        for name, (usual, *_) in FORMATS.items()
+        if name in settings.formats and name not in settings.without_effect
+    }
+    return Plan(settings, prediction, room, found, advice, training.compute_dtype, training.optimizer, speedups)
 
 
 # The search

@@ -48,7 +48,7 @@ from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
-from sherd.tools.simulate.settings import Mesh, Settings, offload_policy, parts_of_offload
+from sherd.tools.simulate.settings import Mesh, Settings, comm_policy, offload_policy, parts_of_offload
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work, checkpointed, scaled
 
@@ -407,6 +407,8 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
         arguments["replicate_below"] = settings.replicate_below
     if settings.offload != "nothing":
         arguments["offload_policy"] = offload_policy(settings.offload)
+    if settings.formats:
+        arguments["comm_policy"] = comm_policy(settings, torch.bfloat16)
     if compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)
     return arguments

@@ -6,20 +6,22 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
+from sherd.comm.mesh import DataMesh
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
-from sherd.policy import OffloadPolicy, Place, Reduction
+from sherd.policy import Codec, OffloadPolicy, Place, Reduction
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
-from sherd.tools.plan.operations import group_of
-from sherd.tools.simulate.sharded import Optimizer, Sharded, SteppedPart, Traffic
+from sherd.tools.plan.operations import Accesses, group_of
+from sherd.tools.simulate.sharded import UNTOUCHED, Optimizer, Sharded, SteppedPart, Touched, Traffic
 from sherd.tools.simulate.sharded import SimulatedUnit as PlayedUnit
 from sherd.tools.simulate.work import Work
 from sherd.wrap.names import plain_name
@@ -137,21 +139,31 @@ def name_of(unit: Unit, names: dict[int, str]) -> str:
 
 
 def traffic_of(unit: Unit) -> Iterator[Traffic]:
-    """Yields the bytes of the collectives of each group of `unit`."""
+    """Yields the bytes of the collectives of each group of `unit`, and the operations of their formats."""
     for weights in unit.weights:
         group, plan = weights.group, weights.plan
-        mesh = group.mesh
+        mesh, dtype = group.mesh, group.reduce_dtype
         sent = plan.reduced_by_piece if group.trained else ()
+        of_shards, of_replicas = mesh.comm.reduce, mesh.comm.reduce_replicas or mesh.comm.reduce
+        codec = mesh.gather_codec if plan.is_encoded and not plan.is_never_gathered else None
+        encoding, _ = _coding(codec, group.compute_dtype, 1, group.shard_numel)
+        _, decoding = _coding(codec, group.compute_dtype, mesh.num_shards, sum(group.shard_sizes))
+        if codec is not None and not plan.may_be_rows:  # each rank's part is copied into place
+            copied = 2 * group.compute_dtype.itemsize * sum(group.shard_sizes)
+            decoding = Touched.together(decoding, Touched(copied, mesh.num_shards * len(group.parameters)))
+        by_replica = sum(sent) // mesh.num_shards
         yield Traffic(
             gathered=0 if plan.is_never_gathered or mesh.only_sums else _gathered(group),
-            reduced=_reduced(mesh.comm.reduce, sent, group.reduce_dtype) if mesh.num_shards > 1 else 0,
-            all_reduced=_reduced(mesh.comm.reduce_replicas or mesh.comm.reduce, sent, group.reduce_dtype)
-            // mesh.num_shards
-            * (mesh.num_replicas > 1),
+            reduced=_reduced(of_shards, sent, dtype) if mesh.num_shards > 1 else 0,
+            all_reduced=_reduced(of_replicas, sent, dtype) // mesh.num_shards * (mesh.num_replicas > 1),
             owned=group.shard_buffer.nbytes,
             copied=group.shard_numel * group.compute_dtype.itemsize,
             shard=group_of(mesh.shard_group),
             replicate=group_of(mesh.replicate_group),
+            encoding=encoding,
+            decoding=decoding,
+            reducing=_summing(of_shards, mesh, mesh.shard_group, dtype, sum(sent)),
+            all_reducing=_summing(of_replicas, mesh, mesh.replicate_group, dtype, by_replica, goes_back=True),
         )
 
 
@@ -170,6 +182,53 @@ def _reduced(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dty
     from sherd.comm.owner_sums import num_bytes  # of few policies, so loaded late
 
     return num_bytes(reduction, sizes, dtype)
+
+
+def _summing(
+    reduction: Reduction | None,
+    mesh: DataMesh,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
+    numel: int,
+    goes_back: bool = False,
+) -> Touched:
+    """Returns the operations of a rank to have `numel` elements added up by their owners, and the sums sent back.
+
+    There are none where the transport adds up by itself in the dtype of the sum.
+    """
+    if reduction is None or reduction.is_in_order or group is None or group.size() == 1 or not numel:
+        return UNTOUCHED
+    from sherd.codecs import codec_of  # of few policies, so loaded late
+
+    num_ranks, wire, codec = group.size(), reduction.wire_dtype(dtype), codec_of(reduction.wire)
+    codec = codec if dtype.is_floating_point else None
+    total = reduction.sum_dtype(wire)
+    if codec is None and mesh.transport_of(group).sum_dtype(wire) is total:
+        return UNTOUCHED
+    rounded = Touched((dtype.itemsize + wire.itemsize) * numel, 1) if wire is not dtype else UNTOUCHED
+    encoding, decoding = (rounded, UNTOUCHED) if codec is None else _coding(codec, dtype, num_ranks, numel)
+    # A rank receives as many elements, of all ranks together, as it sends.
+    adding = Touched((2 * total.itemsize + (wire if codec is None else total).itemsize) * numel, num_ranks)
+    parts = [encoding, decoding, adding]
+    if goes_back:
+        parts += [rounded] if codec is None else [_coding(codec, dtype, 1, numel // num_ranks)[0], decoding]
+    return Touched.together(*parts)
+
+
+@cache
+def _coding(codec: Codec | None, dtype: torch.dtype, num_parts: int, numel: int) -> tuple[Touched, Touched]:
+    """Returns the operations that encode, and that decode, `numel` elements in so many parts; none without a codec."""
+    if codec is None:
+        return UNTOUCHED, UNTOUCHED
+    of_part = numel // num_parts
+    values = torch.empty(of_part, dtype=dtype, device="meta")
+    encoded = torch.empty(codec.num_bytes(of_part), dtype=torch.uint8, device="meta")
+    with Accesses() as encoding:
+        codec.encode(values, encoded)
+    with Accesses() as decoding:
+        codec.decode(encoded, values)
+    encodes, decodes = (Touched(num_parts * each.nbytes, num_parts * each.num_ops) for each in (encoding, decoding))
+    return encodes, decodes
 
 
 # Equal blocks

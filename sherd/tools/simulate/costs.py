@@ -25,6 +25,7 @@ from heapq import nsmallest
 from math import dist, exp, log, sqrt
 
 from sherd.tools.simulate.cluster import Cluster, Device, Link, Timed
+from sherd.tools.simulate.sharded import AND_BACK, Touched
 from sherd.tools.simulate.work import Op, OpKind, RankGroup
 
 WITHIN, ACROSS = "within nodes", "across nodes"
@@ -101,7 +102,7 @@ def collective_seconds(kind: str, nbytes: int, ranks: NodeRanks, cluster: Cluste
     """Returns the seconds of a collective; 0 for one rank.
 
     Args:
-        kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
+        kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all, send or `AND_BACK`.
         nbytes: the bytes of the full tensor: the result of an all-gather, the input of a reduce-scatter, the input of
             an all-to-all with this rank's own part.
         ranks: the ranks that take part. A send is between two; per_node = 1 if they are on two nodes.
@@ -109,6 +110,8 @@ def collective_seconds(kind: str, nbytes: int, ranks: NodeRanks, cluster: Cluste
     """
     if ranks.size == 1:
         return 0.0
+    if kind == AND_BACK:
+        return sum(collective_seconds(each, nbytes, ranks, cluster) for each in ("all-to-all", "all-gather"))
     within, across, size, per_node = cluster.within, cluster.across, ranks.size, ranks.per_node
     node_hops = -(-size // per_node) - 1
     hops = node_hops * across.latency + (size - 1 - node_hops) * within.latency
@@ -151,6 +154,12 @@ class ClusterCosts:
         """Returns the seconds of reading or writing `nbytes` in the memory of the device."""
         device = self._cluster.device
         return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
+
+    def touched(self, operations: Touched) -> float:
+        """Returns the seconds of element-wise operations."""
+        device = self._cluster.device
+        bandwidth = device.bandwidth * device.shares.get(OpKind.POINTWISE, 1.0)
+        return operations.num_ops * device.launch + operations.nbytes / bandwidth
 
     def collective(self, kind: str, nbytes: int, group: RankGroup) -> float:
         """Returns the seconds of a collective; see `collective_seconds`."""

@@ -28,7 +28,7 @@ from sherd.schedule.state import Keep
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
-from sherd.tools.simulate.sharded import OF_MASTERS, SPLITTING, Sharded, SimulatedUnit
+from sherd.tools.simulate.sharded import OF_MASTERS, SPLITTING, UNTOUCHED, Sharded, SimulatedUnit, Touched, Traffic
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 
@@ -158,6 +158,8 @@ class _Player:
         """The time when the last reduced gradient of a unit is in host memory."""
         self._fetched: set[int] = set()
         """The units of which the device has a copy of the shards that were stepped on the host."""
+        self._encoded: set[int] = set()
+        """The units whose shards are encoded."""
 
     def learn(self) -> None:
         """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
@@ -379,20 +381,39 @@ class _Player:
             if of_unit.steps_on_host and unit not in self._fetched:
                 seconds = self._costs.from_host(traffic.owned)
                 fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
-            seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
+            seconds = self._touch(self._encoding(unit, traffic))
+            seconds += self._seconds("all-gather", traffic.gathered, traffic.shard)
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
             )
         self._fetched |= {unit} if of_unit.keeps_copies else set()
+        self._encoded.add(unit)
+
+    def _encoding(self, unit: int, traffic: Traffic) -> Touched:
+        return UNTOUCHED if unit in self._encoded else traffic.encoding
+
+    def _touch(self, operations: Touched) -> float:
+        """Queue `operations`; returns their seconds."""
+        self.clock.queue(operations.num_ops)
+        return self._costs.touched(operations) if operations.num_ops else 0.0
+
+    def _compute_in_formats(self, name: str, unit: int, *operations: Touched) -> None:
+        if seconds := sum(map(self._touch, operations)):
+            self.clock.compute(name, unit, seconds, 0)
 
     def _await(self, unit: int) -> None:
         if self._costs.overlaps:
             self.clock.wait(Lane.GATHER, unit, self._gathered[unit])
         else:
-            gathered = [(each.shard, each.gathered) for each in self._sharded.units[unit].traffic]
-            self._do_together(Lane.GATHER, "gather", "all-gather", unit, gathered)
-        for sizes in self._sharded.units[unit].groups:
-            if sizes.rows:
+            of_groups = self._sharded.units[unit].traffic
+            self._compute_in_formats("encode", unit, *(self._encoding(unit, each) for each in of_groups))
+            self._encoded.add(unit)
+            gathered = [(each.shard, each.gathered, "all-gather") for each in of_groups]
+            self._do_together(Lane.GATHER, "gather", unit, gathered)
+        for traffic, sizes in zip(self._sharded.units[unit].traffic, self._sharded.units[unit].groups, strict=True):
+            if traffic.decoding.num_ops:
+                self._compute_in_formats("decode", unit, traffic.decoding)
+            elif sizes.rows:
                 self.clock.compute("copy out", unit, self._costs.copied(sizes.rows + sizes.unsharded))
 
     def _reduce(self, unit: int) -> None:
@@ -401,14 +422,18 @@ class _Player:
             self.clock.compute("copy in", unit, self._costs.copied(2 * nbytes))
         if not self._costs.overlaps:
             of_groups = self._sharded.units[unit].traffic
-            over_shards = [(each.shard, each.reduced) for each in of_groups]
-            over_replicas = [(each.replicate, each.all_reduced) for each in of_groups]
-            self._do_together(Lane.REDUCE, "reduce", "reduce-scatter", unit, over_shards)
-            self._do_together(Lane.ALL_REDUCE, "all-reduce", "all-reduce", unit, over_replicas)
+            over_shards = [(each.shard, each.reduced, each.reduced_by) for each in of_groups]
+            over_replicas = [(each.replicate, each.all_reduced, each.all_reduced_by) for each in of_groups]
+            self._do_together(Lane.REDUCE, "reduce", unit, over_shards)
+            self._do_together(Lane.ALL_REDUCE, "all-reduce", unit, over_replicas)
+            summing = (each for of_group in of_groups for each in (of_group.reducing, of_group.all_reducing))
+            self._compute_in_formats("add up", unit, *summing)
             return
         for traffic, sizes in zip(self._sharded.units[unit].traffic, self._sharded.units[unit].groups, strict=True):
-            scattered = self._seconds("reduce-scatter", traffic.reduced, traffic.shard)
-            summed = self._seconds("all-reduce", traffic.all_reduced, traffic.replicate)
+            scattered = self._seconds(traffic.reduced_by, traffic.reduced, traffic.shard)
+            scattered += self._touch(traffic.reducing)
+            summed = self._seconds(traffic.all_reduced_by, traffic.all_reduced, traffic.replicate)
+            summed += self._touch(traffic.all_reducing)
             end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
             end = self.clock.start(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced, after=end)
             self._reduced[unit] = end
@@ -416,13 +441,13 @@ class _Player:
                 seconds = self._costs.to_host(sizes.gradients)
                 self._landed[unit] = self.clock.start(Lane.BACK, "copy", unit, seconds, sizes.gradients, after=end)
 
-    def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[RankGroup, int]]) -> None:
-        """Do the collectives of a unit's groups without streams."""
+    def _do_together(self, lane: Lane, name: str, unit: int, parts: Sequence[tuple[RankGroup, int, str]]) -> None:
+        """Do the collectives of a unit's groups without streams: the ranks, bytes and kind of each."""
         # They are queued and waited for together, so those of the same ranks take as long as one of all their bytes.
-        total: Counter[RankGroup] = Counter()
-        for group, nbytes in parts:
-            total[group] += nbytes
-        for group, nbytes in total.items():
+        total: Counter[tuple[RankGroup, str]] = Counter()
+        for group, nbytes, kind in parts:
+            total[group, kind] += nbytes
+        for (group, kind), nbytes in total.items():
             self.clock.do_beside(lane, name, unit, self._seconds(kind, nbytes, group), nbytes)
 
     def _seconds(self, kind: str, nbytes: int, group: RankGroup) -> float:
@@ -504,6 +529,10 @@ class Clock:
             self._busy.append((start, end))
         self.spans.append(LaneSpan(lane, name, unit, start, end, nbytes))
         return end
+
+    def queue(self, num: int) -> None:
+        """Queue so many more operations, whose seconds are counted elsewhere."""
+        self._host += num * self._costs.host
 
     def follow_compute(self, lane: Lane) -> None:
         """Have later work of `lane` wait for the work that is queued on compute."""

@@ -14,7 +14,7 @@ from sherd.tools.simulate.reserved import Reserved, reserved_roughly
 from sherd.tools.simulate.search import Outcome
 from sherd.tools.simulate.segments import ModelCollective, OptimizerPart, Part
 from sherd.tools.simulate.settings import Mesh
-from sherd.tools.simulate.sharded import Sharded
+from sherd.tools.simulate.sharded import AND_BACK, Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.tools.simulate.work import Collective, RankGroup, Work
 
@@ -221,18 +221,20 @@ def predict(
 
 def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
     """Returns the bytes that a rank sends in the collectives of a step, by the links that they go over."""
-    groups: dict[tuple[Lane, int], list[RankGroup]] = {}
+    groups: dict[tuple[Lane, int], list[tuple[RankGroup, str]]] = {}
     for number, unit in enumerate(rank.sharded.units):
         for each in unit.traffic:
-            groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
-            groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
-            groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
+            groups.setdefault((Lane.GATHER, number), []).extend([(each.shard, "gather")] * (each.gathered > 0))
+            groups.setdefault((Lane.REDUCE, number), []).extend([(each.shard, each.reduced_by)] * (each.reduced > 0))
+            summed = [(each.replicate, each.all_reduced_by)] * (each.all_reduced > 0)
+            groups.setdefault((Lane.ALL_REDUCE, number), []).extend(summed)
     if not costs.overlaps:  # collectives of a unit between the same ranks run together
         groups = {key: [*dict.fromkeys(each)] for key, each in groups.items()}
     for part in rank.parts:
         if isinstance(part, ModelCollective) and part.collective.group.size > 1:
-            groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
-    groups[Lane.MATRICES, -1] = [part.group for part in rank.matrices if isinstance(part, Collective)]
+            called = part.collective.group, part.collective.kind
+            groups.setdefault((Lane.MODEL, part.unit), []).append(called)
+    groups[Lane.MATRICES, -1] = [(part.group, part.kind) for part in rank.matrices if isinstance(part, Collective)]
     in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which collectives are queued
     sent: defaultdict[str, float] = defaultdict(float)
 
@@ -246,7 +248,8 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
         elif span.name == "send" and rank.stage is not None:
             add(span.name, span.nbytes, rank.stage.pair)
         elif (span.lane, span.unit) in in_turn:
-            group = next(in_turn[span.lane, span.unit])
-            times = 2 if span.name == "all-reduce" else 1
-            add(span.name, times * span.nbytes * (group.size - 1) // group.size, group)
+            group, kind = next(in_turn[span.lane, span.unit])
+            nbytes = span.nbytes * (group.size - 1) // group.size
+            for way in {"all-reduce": ("all-reduce",) * 2, AND_BACK: ("all-to-all", "all-gather")}.get(kind, (kind,)):
+                add(way, nbytes, group)
     return {link: round(nbytes) for link, nbytes in sent.items()}

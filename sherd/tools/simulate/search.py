@@ -161,7 +161,7 @@ class SearchResult:
     def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
         """Yields for each choice its name, and the best settings that were tried and differ in this choice alone."""
         by_merit = sorted(self.outcomes, key=lambda each: self.room.merit(self.outcomes[each]))
-        for name in self.best.in_words():
+        for name in self.best.all_in_words():
             alone = [each for each in by_merit if self.best.differing(each) in ([name], _TOGETHER.get(name))]
             if alone:
                 yield name, alone[0], self.outcomes[alone[0]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
-from sherd.policy import CPUOffloadPolicy, Disk, OffloadPolicy
+from sherd.policy import CODECS, CommPolicy, CPUOffloadPolicy, Disk, OffloadPolicy, Reduction
 from sherd.tools.simulate.values import Kind, at_least, limited, one_of
 
 
@@ -136,6 +136,46 @@ def _offload_in_words(value: str) -> str:
     return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{', state on a disk' * bool(folder)}"
 
 
+FORMATS: dict[str, tuple[str, ...]] = {
+    "gather": ("own", *CODECS),
+    "reduce": ("own", "bf16", *CODECS),
+    "reduce_replicas": ("same", "own", "bf16", *CODECS),
+}
+"""What travels in a format of fewer bits, with its formats. The first one changes no value."""
+COSTS = {
+    "bf16": (0.5, "1/256 of the value"),
+    "int8": (0.254, "largest/250 of a block"),
+    "fp8_e4m3": (0.254, "1/16 of the value"),
+    "fp8_e5m2": (0.254, "1/8 of the value"),
+    "int4": (0.141, "largest/13.9 of a block"),
+}
+"""By format, the bytes as a part of those of float32, and the most that an element is off by, about."""
+
+
+def comm_policy(choice: Any, bf16: Any, order: str = "any", **options: Any) -> CommPolicy:
+    """Returns the policy with the formats of `choice`, a `Settings` or a record with the same fields of formats.
+
+    `bf16` is torch's dtype: settings are read without torch.
+    """
+
+    def reduction(word: str) -> Reduction:
+        return Reduction({"own": None, "bf16": bf16}.get(word, word), order=order)
+
+    of_shards, of_replicas = choice.reduce, choice.reduce_replicas
+    return CommPolicy(
+        gather=None if choice.gather == "own" else choice.gather,
+        reduce=None if (of_shards, order) == ("own", "any") else reduction(of_shards),
+        reduce_replicas=None if of_replicas in ("same", of_shards) else reduction(of_replicas),
+        **options,
+    )
+
+
+def _format(name: str, about: str, what: str) -> Any:
+    default, *_ = FORMATS[name]
+    words = {"own": f"{what} as they are", "same": f"{what} as the others"}
+    return limited(default, about, one_of(*FORMATS[name]), words=lambda word: words.get(word, f"{word} {what}"))
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One way to train a model with batches of a given size. Each field has its values, its text and its words.
@@ -205,6 +245,11 @@ class Settings:
     micro_batch: int = limited(
         1, "samples in one forward of one rank", at_least(1), words=lambda num: _number(num, "sample")
     )
+    gather: str = _format("gather", "format of parameters on their way: docs/do/fewer_bits.md", "gathers")
+    reduce: str = _format("reduce", "format of gradients on their way to their owners", "reductions")
+    reduce_replicas: str = _format(
+        "reduce_replicas", "the same between replicas (HSDP); same: as reduce", "reductions between replicas"
+    )
     micro_batches: int = 1
 
     def __str__(self) -> str:
@@ -218,8 +263,11 @@ class Settings:
     @property
     def conflict(self) -> str:
         """The setting that contradicts the strategy; empty if none does."""
-        offloads = self.offload != "nothing"
-        return "offload" if offloads and self.strategy != "auto" else ""  # what each rank keeps cannot rest there
+        if self.strategy == "auto":
+            return ""
+        if self.offload != "nothing":
+            return "offload"  # what each rank keeps cannot rest there
+        return "gather" if self.gather != "own" else ""  # it would be rounded: the shards are parts of it
 
     @property
     def without_effect(self) -> set[str]:
@@ -227,9 +275,20 @@ class Settings:
         # Without checkpointing no block computes again; all strategies but "auto" keep parameters anyway.
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
         has_none["replicate_below"] = not self.replicate_below
+        has_none["reduce_replicas"] = self.strategy != "auto" or self.mesh.replicate == 1
         return {name for name, is_so in has_none.items() if is_so}
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """What travels in a format of fewer bits, with the format."""
+        return {name: word for name in FORMATS if (word := getattr(self, name)) in COSTS}
+
     def in_words(self) -> dict[str, str]:
+        """Returns the settings that have an effect in words, by name; of formats those that change values."""
+        usual = FORMATS.keys() - self.formats
+        return {name: words for name, words in self.all_in_words().items() if name not in usual}
+
+    def all_in_words(self) -> dict[str, str]:
         """Returns the settings that have an effect in words, by name."""
         without_effect = self.without_effect
         words = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
@@ -276,6 +335,7 @@ class Space:
         wrappings: the ways to make units that the model allows.
         placements: the ways to cut parameters that are worth a try.
         shares: the shares of blocks that may be computed again.
+        formats: the formats of fewer bits that may be chosen; they change values.
         fits: returns True if the model can be laid over a mesh.
     """
 
@@ -288,6 +348,7 @@ class Space:
     wrappings: tuple[str, ...] = ("auto",)
     placements: tuple[str, ...] = ("shard", "flat")
     shares: tuple[float, ...] = SHARES
+    formats: tuple[str, ...] = ()
     fits: Callable[[Mesh], bool] = lambda mesh: True
 
     def meshes(self, near: Mesh) -> Iterator[Mesh]:
@@ -331,7 +392,8 @@ class Space:
 
     @property
     def choices(self) -> list[str]:
-        return [name for name in ("mesh", "micro_batch", *VALUES) if name not in self.fixed]
+        names = ("mesh", "micro_batch", *VALUES, *(FORMATS if self.formats else ()))
+        return [name for name in names if name not in self.fixed]
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
         """Yields the settings that differ from `settings` in one choice."""
@@ -355,6 +417,8 @@ class Space:
             what = parts_of_offload(settings.offload)[0]
             parts = () if what == "nothing" else (f"{what}:{share}" for share in (0.25, 0.5, 0.75))
             values = (*parts, *OFFLOADS)
+        elif name in FORMATS:
+            values = [word for word in FORMATS[name] if word not in COSTS or word in self.formats]
         elif name == "micro_batch":
             values = divisors(self.batch // settings.mesh.num_data, self.most_samples)
         for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:

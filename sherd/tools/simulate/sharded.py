@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sherd.policy import Disk, OffloadPolicy, Place
 from sherd.schedule.moments import CHUNK_NUMEL, Arrival, GroupSizes, MemoryKind
@@ -15,7 +16,23 @@ OF_MASTERS = 46
 """The bytes that are read and written for each element to join and split masters."""
 SPLITTING = 6
 """Bytes of temporaries for each element while masters are split."""
+AND_BACK = "all-to-all and back"
+"""The collective of sums that owners make for all ranks: an all-to-all, and an all-gather of the sums."""
 PINNED = "rounding of pinned memory"
+
+
+class Touched(NamedTuple):
+    """Element-wise operations of a device: the bytes that they read and write, and their number."""
+
+    nbytes: int = 0
+    num_ops: int = 0
+
+    @classmethod
+    def together(cls, *parts: Touched) -> Touched:
+        return cls(sum(each.nbytes for each in parts), sum(each.num_ops for each in parts))
+
+
+UNTOUCHED = Touched()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,9 @@ class Traffic:
     `gathered` is the result of the all-gather, `reduced` and `all_reduced` are the inputs of the reduce-scatter and the
     all-reduce over replicas, `owned` are this rank's shards, `copied` these in compute's dtype. `shard` and `replicate`
     are the ranks of the collectives.
+
+    The operations of formats (`sherd.codecs`): `encoding` of this rank's shard, once a step, and `decoding` of what was
+    gathered; `reducing` and `all_reducing` where owners add gradients up, which they get by an all-to-all.
     """
 
     gathered: int
@@ -34,6 +54,18 @@ class Traffic:
     copied: int = 0
     shard: RankGroup = ALONE
     replicate: RankGroup = ALONE
+    encoding: Touched = UNTOUCHED
+    decoding: Touched = UNTOUCHED
+    reducing: Touched = UNTOUCHED
+    all_reducing: Touched = UNTOUCHED
+
+    @property
+    def reduced_by(self) -> str:
+        return "all-to-all" if self.reducing.nbytes else "reduce-scatter"
+
+    @property
+    def all_reduced_by(self) -> str:
+        return AND_BACK if self.all_reducing.nbytes else "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
