@@ -24,7 +24,6 @@ MOST = 8  # samples; more of them take memory, and are hardly faster
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
 KEEPING = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
-"""Strategies that keep unsharded parameters."""
 MODEL = ("layers", "width", "heads", "kv_heads", "hidden", "tied", "hf")
 PATHS = ("data", "hf")
 FREE = (
@@ -116,42 +115,24 @@ class Config:
             raise InputError("cuda_graph = true cannot hold offload, for which the host may wait; leave out one")
         for name in FORMATS if self.reproducible else ():
             if (word := getattr(self, name)) in CODECS:
-                raise InputError(
-                    f"{name} = {word!r} encodes blocks that end where shards do, so reproducible = true cannot hold on "
-                    "other numbers of ranks; leave out one"
-                )
+                raise InputError(f"{name} = {word!r} encodes blocks that end where shards do; leave out reproducible")
         if self.reproducible and (word := self.reduce_replicas) not in ("same", self.reduce):
             raise InputError(f"reproducible = true has one order for all ranks; leave out reduce_replicas = {word!r}")
         if self.gather != "own" and self.strategy in KEEPING:
-            raise InputError(
-                f"gather = {self.gather!r} would round the shards, which are parts of the parameters that strategy = "
-                f"{self.strategy!r} keeps; leave out gather, or take zero3 or hsdp"
-            )
+            raise InputError(f"gather = {self.gather!r} would round what strategy = {self.strategy} keeps; or zero3")
         if self.offload.startswith("masters") and self.precision != "bf16":
             raise InputError("offload = masters needs weights that compute in bfloat16; set precision = bf16, or state")
         if self.hf:
             return
         if self.tied and self.wrapping == "ends":
-            raise InputError(
-                "wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied; set tied = "
-                "false, or choose another wrapping"
-            )
+            raise InputError("wrapping = 'ends' makes a unit of the embedding, which a tied head reads; set tied=false")
         if self.width % self.heads or self.width // self.heads % 2:
-            raise InputError(
-                f"width = {self.width} does not split into heads = {self.heads} heads of even width; choose a width "
-                "that is a multiple of twice the heads"
-            )
+            raise InputError(f"width = {self.width} does not split into heads = {self.heads} of even width; change one")
         if self.heads % self.kv_heads:
-            raise InputError(
-                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; each key head serves the same "
-                "number of query heads"
-            )
+            raise InputError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; change one")
 
     def split(self, num_ranks: int) -> tuple[int, int]:
-        """Returns the samples of a micro-batch, and a rank's number of them, if so many ranks read different samples.
-
-        Raises InputError if the batch does not divide.
-        """
+        """Returns the samples of a micro-batch, and a rank's number of micro-batches. Raises InputError."""
         share, rest = divmod(self.batch, num_ranks)
         for size in [self.micro_batch or 1] if self.micro_batch or self.reproducible else range(MOST, 0, -1):
             if not rest and share and share % size == 0:

@@ -62,7 +62,7 @@ WRONG = [
     ({"width": 100, "heads": 3}, "width = 100 does not split into heads = 3"),
     ({"width": 6, "heads": 2}, "width = 6 does not split into heads = 2"),
     ({"heads": 2, "kv_heads": 4}, "kv_heads = 4 does not divide heads = 2"),
-    ({"wrapping": "ends"}, "wrapping = 'ends' makes a unit of the embedding, which a head reads too that is tied"),
+    ({"wrapping": "ends"}, "wrapping = 'ends' makes a unit of the embedding, which a tied head reads"),
     ({"cuda_graph": True, "offload": True}, "cuda_graph = true cannot hold offload, for which the host may wait"),
     (
         {"offload": "half"},
@@ -75,7 +75,7 @@ WRONG = [
         "offload = masters needs weights that compute in bfloat16; set precision = bf16, or state",
     ),
     ({"gather": "bf16"}, "gather = 'bf16' is out of its limits; it must be one of own, int8, fp8_e4m3"),
-    ({"gather": "int8", "strategy": "zero2"}, "gather = 'int8' would round the shards, which are parts of"),
+    ({"gather": "int8", "strategy": "zero2"}, "gather = 'int8' would round what strategy = zero2 keeps"),
     ({"gather": "int8", "reproducible": True}, "gather = 'int8' encodes blocks that end where shards do"),
     ({"reduce": "fp8_e5m2", "reproducible": True}, "reduce = 'fp8_e5m2' encodes blocks that end where shards do"),
     ({"reduce_replicas": "bf16", "reproducible": True}, "leave out reduce_replicas = 'bf16'"),
