@@ -10,7 +10,7 @@ in float32, so all ranks and devices decode the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from sherd.requirements import require_int, require_type
 SCALE_BYTES = 2
 TINY = 2.0**-126
 """The least scale: denormal scales would be 0 where a device flushes them. It stands for 0, and a zero decodes as 0."""
+AT_ONCE = 1 << 22
+"""The elements of small parts that one call takes, with temporaries of 16 MiB each. It starts about ten operations."""
 SLACK = 1 + 2.0**-10
 """For the rounding of a quotient in float32 before it is rounded to a number of the format."""
 
@@ -247,15 +249,30 @@ def encode_parts(codec: Codec, values: Tensor, sizes: Sequence[int]) -> tuple[Te
     """Returns the parts of `values`, of `sizes` elements, each encoded, one after the other; and their lengths."""
     lengths = [codec.num_bytes(size) for size in sizes]
     encoded = values.new_empty(sum(lengths), dtype=torch.uint8)
-    for part, of_part in zip(values.split(list(sizes)), encoded.split(lengths), strict=True):
-        codec.encode(part, of_part)
+    for several, of_several in _in_calls(codec, values, encoded, sizes):
+        codec.encode(several, of_several)
     return encoded, lengths
 
 
 def decode_parts(codec: Codec, encoded: Tensor, sizes: Sequence[int], out: Tensor) -> None:
     """Fill `out` with what `encode_parts` has encoded."""
-    for of_part, part in zip(encoded.split([*map(codec.num_bytes, sizes)]), out.split(list(sizes)), strict=True):
-        codec.decode(of_part, part)
+    for several, of_several in _in_calls(codec, out, encoded, sizes):
+        codec.decode(of_several, several)
+
+
+def parts_at_once(codec: Codec, numel: int) -> int:
+    """Returns how many parts of `numel` elements one call encodes or decodes, as rows; of a user's codec it is one."""
+    return max(1, AT_ONCE // max(1, numel)) if isinstance(codec, BlockCodec) else 1
+
+
+def _in_calls(codec: Codec, values: Tensor, encoded: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the values and the bytes for each call: of one part, or of several equal ones."""
+    at_once = parts_at_once(codec, max(sizes)) if len(set(sizes)) == 1 else 1
+    if at_once > 1 and sizes[0]:
+        rows = values.view(len(sizes), -1), encoded.view(len(sizes), -1)
+        yield from zip(*(each.split(at_once) for each in rows), strict=True)
+    else:
+        yield from zip(values.split(list(sizes)), encoded.split([*map(codec.num_bytes, sizes)]), strict=True)
 
 
 def _check_round_trip(codec: Codec, what: str, values: Tensor) -> None:

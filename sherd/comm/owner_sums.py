@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from sherd.codecs import codec_of, decode_parts, encode_parts
+from sherd.codecs import codec_of, decode_parts, encode_parts, parts_at_once
 from sherd.comm.narrowing import Narrowing
 from sherd.comm.transport import Pending, Sizes, Transport, cut, held, parts, then
 from sherd.comm.wire_errors import WireErrors, squares
@@ -141,10 +141,12 @@ def add_decoded(
     versions = sent.new_empty(len(lengths), codec.num_bytes(total.numel()))
 
     def decode() -> None:
-        version = torch.empty_like(total)
-        for encoded in versions:
-            codec.decode(encoded, version)
-            total.add_(version)
+        at_once = parts_at_once(codec, total.numel())
+        for encoded in versions.split(at_once):
+            decoded = total.new_empty(len(encoded), total.numel())
+            codec.decode(*((encoded, decoded) if at_once > 1 else (encoded[0], decoded[0])))
+            for version in decoded:
+                total.add_(version)
 
     pending = transport.exchange(versions, sent, lengths, async_op)
     return then(pending, partial(_after, sent, decode))
@@ -159,7 +161,8 @@ def scratch_bytes(transport: Transport, codec: Codec | None, sizes: Sequence[int
     """Returns the bytes that such sums take on `rank`."""
     if codec is not None:
         own = codec.num_bytes(sizes[rank])
-        widened = 4 * max(sizes)  # encoding takes a temporary of one part, and the decoded version is no longer
+        # Encoding takes a temporary of the parts of one call, and the versions that are decoded at once are no longer.
+        widened = 4 * max(sizes) * min(len(sizes), parts_at_once(codec, max(sizes)))
         return sum(map(codec.num_bytes, sizes)) + len(sizes) * own + widened
     if transport.shares_memory or len(sizes) == 1:
         return 0

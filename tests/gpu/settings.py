@@ -166,7 +166,10 @@ def _of_arithmetic(setting: Setting) -> dict[str, object]:
         changes["transport"] = "auto"
     if setting.keeps_parameters or setting.own_collectives:
         changes["encoded"] = False
+    if setting.reduction.endswith("int8"):
+        changes["own_collectives"] = False
     if setting.reduction.startswith("ranks"):
+        changes["encoded"] = False
         changes |= {"own_collectives": False, "hook": False}
         changes["accumulation"] = "accumulate" if setting.accumulation == "no_sync" else setting.accumulation
     if setting.micro_batches == 1:

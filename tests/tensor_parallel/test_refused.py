@@ -86,12 +86,12 @@ def test_a_parameter_made_tensor_parallel_after_it_was_sharded_is_named_at_the_n
             net(torch.zeros(1, 12, dtype=torch.int64))
 
 
-def test_a_tensor_that_gathers_itself_is_cut_on_dim_0_only():
+def test_a_tensor_that_gathers_itself_is_cut_between_rows_only():
     with imagined_ranks(4):
         mesh = mesh_of((2, 2), "dp", "tp")
         layer = linear(mesh["tp"], Shard(0))
         layer.weight = nn.Parameter(dtensor(Exact(local_tensor(layer.weight.detach())), spec_of(layer.weight)))
-        refused(PlacementError, layer, mesh["dp"], ("Exact", "dim 0 only"), placement=Shard(1))
+        refused(PlacementError, layer, mesh["dp"], ("Exact", "between rows only"), placement=Shard(1))
 
 
 def test_a_plain_parameter_is_cut_over_folded_axes_where_all_are_data_parallel():

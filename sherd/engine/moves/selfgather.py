@@ -161,8 +161,8 @@ class SelfGatheredWeights(Weights):
         Raises:
             PlacementError: ranks send other numbers of tensors.
         """
-        mesh, cut, num_ranks = self.group.mesh, self._record.cut, self.group.packing.num_ranks
-        if mesh.shard_group is None or len(set(map(cut.local_shape, range(num_ranks)))) == 1:
+        mesh, num_ranks = self.group.mesh, self.group.packing.num_ranks
+        if mesh.shard_group is None or len(set(map(self._record.cut.local_shape, range(num_ranks)))) == 1:
             return tuple(Sizes((numel,) * num_ranks) for numel in own)
         of_ranks = all_gather_objects(own, f"the sizes of what {self._record.name} gathers", mesh.shard_group)
         if len({*map(len, of_ranks)}) > 1:

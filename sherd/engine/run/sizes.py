@@ -90,9 +90,14 @@ def _lost_bytes(group: Group, plan: BufferPlan) -> int:
 def _row_bytes(weights: Weights, fill: Fill) -> int:
     group, plan = weights.group, weights.plan
     if fill is Fill.ENCODED:
-        # One rank's part at a time, for which our codecs take two temporaries of float32.
+        from sherd.codecs import parts_at_once  # of few policies, so loaded late
+
+        codec, sizes = group.mesh.gather_codec, group.shard_sizes
+        assert codec is not None, "the plan says that it is encoded"
+        # The parts of one call, for which our codecs take two temporaries of float32.
         itemsize = (0 if plan.may_be_rows else group.compute_dtype.itemsize) + 8
-        return _encoded_bytes(group, fill, group.shard_sizes) + max(group.shard_sizes) * itemsize
+        at_once = parts_at_once(codec, max(sizes)) if plan.may_be_rows and len(set(sizes)) == 1 else 1
+        return _encoded_bytes(group, fill, sizes) + max(sizes) * min(len(sizes), at_once) * itemsize
     return weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0
 
 

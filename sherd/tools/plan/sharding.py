@@ -220,14 +220,17 @@ def _coding(codec: Codec | None, dtype: torch.dtype, num_parts: int, numel: int)
     """Returns the operations that encode, and that decode, `numel` elements in so many parts; none without a codec."""
     if codec is None:
         return UNTOUCHED, UNTOUCHED
+    from sherd.codecs import parts_at_once  # of few policies, so loaded late
+
     of_part = numel // num_parts
+    num_calls = -(-num_parts // parts_at_once(codec, of_part))
     values = torch.empty(of_part, dtype=dtype, device="meta")
     encoded = torch.empty(codec.num_bytes(of_part), dtype=torch.uint8, device="meta")
     with Accesses() as encoding:
         codec.encode(values, encoded)
     with Accesses() as decoding:
         codec.decode(encoded, values)
-    encodes, decodes = (Touched(num_parts * each.nbytes, num_parts * each.num_ops) for each in (encoding, decoding))
+    encodes, decodes = (Touched(num_parts * each.nbytes, num_calls * each.num_ops) for each in (encoding, decoding))
     return encodes, decodes
 
 
