@@ -33,9 +33,11 @@ def main() -> None:
         for example in sorted((ROOT / "examples").glob("*.py")):
             said, others = example.read_text(), r"^(?:import|from) (?:lightning|ray)\b"
             if not re.search(others, said, re.MULTILINE):
-                ((variables, words),) = re.findall(r"^ *((?:\w+=\S+ )*)torchrun (.*) examples/", said, re.MULTILINE)
-                os.environ.update(each.split("=") for each in variables.split())
-                run("torchrun", "--standalone", *words.split(), str(example))
+                commands = re.findall(r"^ *((?:\w+=\S+ )*)torchrun (.*) examples/", said, re.MULTILINE)
+                assert commands, f"{example} says how it is run"
+                for variables, words in commands:
+                    os.environ.update(each.split("=") for each in variables.split())
+                    run("torchrun", "--standalone", *words.split(), str(example))
         train = ("sherd", "train", "--nproc", "2", "--out", "run")
         run(*train, "--data", str(ROOT / "docs"), "--steps", "4", *TINY)
         assert "going on after step 4" in run(*train, "--resume", "--steps", "6"), "resumed"

@@ -30,9 +30,8 @@ def main() -> None:
     policy = sherd.CommPolicy.reproducible()
     for unit in (*model, model):
         sherd.fully_shard(unit, comm_policy=policy)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-3, foreach=True
-    )  # fused rounds the ends of shards otherwise
+    # The default, fused, rounds the ends of shards otherwise.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
     for step in range(20):
         with sherd.accumulate(model, BATCHES // ranks, average=True):
             for turn in range(BATCHES // ranks):
