@@ -1,4 +1,4 @@
-"""What each rank's gradients have lost on the wire, in a checkpoint, and the number of batches, which is all ranks'."""
+"""A checkpoint's record of what each rank's gradients have lost on the wire, and the number of batches of all ranks."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class DataMesh:
 
     @cached_property
     def gather_codec(self) -> Codec | None:
-        """What encodes parameters for their gathers along the shard axis."""
+        """The codec of parameters for their gathers along the shard axis; None: they are not encoded."""
         if self.comm.gather is None or self.num_shards == 1:
             return None
         from sherd.codecs import codec_of  # of few policies, so loaded late
@@ -207,10 +207,11 @@ class DataMesh:
         """The errors of what is encoded, by the phase, gather or reduce, and the axis."""
         from sherd.comm.wire_errors import WireErrors  # of few policies, so loaded late
 
+        over_shards, over_replicas = (each is not None and each.is_encoded for each in self.comm.reductions)
         ways = {
             ("gather", "shard"): self.gather_codec is not None,
-            ("reduce", "shard"): self.num_shards > 1 and _encodes(self.comm.reduce),
-            ("reduce", "replicate"): self.num_replicas > 1 and _encodes(self.comm.reduce_replicas or self.comm.reduce),
+            ("reduce", "shard"): self.num_shards > 1 and over_shards,
+            ("reduce", "replicate"): self.num_replicas > 1 and over_replicas,
         }
         return {way: WireErrors(self.comm.error_limit is not None) for way, is_encoded in ways.items() if is_encoded}
 
@@ -232,7 +233,7 @@ class DataMesh:
 
     @cached_property
     def replicate_transport(self) -> Transport:
-        return self._reducing(self.replicate_group, self.comm.reduce_replicas or self.comm.reduce, "replicate")
+        return self._reducing(self.replicate_group, self.comm.reductions[1], "replicate")
 
     def _reducing(self, group: dist.ProcessGroup | None, reduction: Reduction | None, axis: str) -> Transport:
         if self.comm.fake_reduce:
@@ -286,10 +287,6 @@ class DataMesh:
     def _group_beside(self, purpose: str, ranks: list[int]) -> dist.ProcessGroup:
         assert self.shard_group is not None, "only ranks that shard have such groups"
         return group_beside(self.shard_group, purpose, ranks, self.device)
-
-
-def _encodes(reduction: Reduction | None) -> bool:
-    return reduction is not None and reduction.is_encoded
 
 
 _NO_TRANSPORT = NoTransport()

@@ -1,4 +1,4 @@
-"""What one group's gradients lose on the wire: it is kept and sent with the next ones, or rounded at random."""
+"""Losses of one group's gradients on the wire, which are kept and sent with the next ones; rounding at random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 1 << 20
 
 
 class Narrowing:
-    """What one group keeps of its reductions. All of it is written on the lane that reduces.
+    """The state that one group keeps between its reductions. The lane that reduces writes it.
 
     Attributes:
         lost: what this rank's values have lost (exact - decoded) and have not sent yet: of "shards", rows for the shard

@@ -122,7 +122,7 @@ def _terms_of(unit: Unit) -> tuple[str, ...]:
     divisor = unit.mesh.num_shards * unit.mesh.num_replicas if policy.divide_factor is None else policy.divide_factor
     terms = [f"gradients divided by {divisor:g}", f"transport {comm.transport!r}, parts of {comm.part_bytes} bytes"]
     if comm.reduce is not None or comm.reduce_replicas is not None:
-        terms.append(f"gradients summed by {comm.reduce}, between replicas by {comm.reduce_replicas or comm.reduce}")
+        terms.append("gradients summed by {}, between replicas by {}".format(*comm.reductions))
     if comm.gather is not None:
         terms.append(f"parameters encoded by {comm.gather}")
     if comm.error_limit is not None:

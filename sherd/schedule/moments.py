@@ -32,7 +32,7 @@ class MemoryKind(str, Enum):
     TRANSPORT = "transport"
     """Memory into which a collective receives, in addition to its result."""
     LOST = "lost on the wire"
-    """What gradients have lost by encoding, and the next ones are to bring (`Reduction(feedback=True)`)."""
+    """Losses of gradients by encoding, which are sent with the next ones (`Reduction(feedback=True)`)."""
     OPTIMIZER = "optimizer state"
     MASTERS = "masters"
     """The bits that make bfloat16 shards exact float32 masters."""

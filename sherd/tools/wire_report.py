@@ -32,7 +32,7 @@ WHAT = "comm_report"
 
 @dataclass(frozen=True, slots=True)
 class CommRow:
-    """What one unit sends in one phase of a step over one mesh axis, in one format.
+    """The messages of one unit in one phase of a step over one mesh axis, in one format.
 
     Attributes:
         unit: the name of the unit's module.
@@ -325,7 +325,7 @@ def _reductions(name: str, unit: Unit, at: int) -> Iterator[_Way]:
     if mesh.num_shards > 1:
         yield _reduction(name, "shard", group, given, plan.reduced_by_rank, mesh.shard_rank, plain, False, True)
     if mesh.num_replicas > 1:
-        given = mesh.comm.reduce_replicas or given
+        given = mesh.comm.reductions[1]
         plain = mesh.reduce_transport.sum_dtype(group.reduce_dtype) if mesh.num_shards > 1 else plain
         sizes = plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
         sizes = sizes if mesh.shards_replicas else cut(sum(sizes), mesh.num_replicas)

@@ -144,7 +144,7 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         group, plan = weights.group, weights.plan
         mesh, dtype = group.mesh, group.reduce_dtype
         sent = plan.reduced_by_piece if group.trained else ()
-        of_shards, of_replicas = mesh.comm.reduce, mesh.comm.reduce_replicas or mesh.comm.reduce
+        of_shards, of_replicas = mesh.comm.reductions
         codec = mesh.gather_codec if plan.is_encoded and not plan.is_never_gathered else None
         encoding, _ = _coding(codec, group.compute_dtype, 1, group.shard_numel)
         _, decoding = _coding(codec, group.compute_dtype, mesh.num_shards, sum(group.shard_sizes))

@@ -141,7 +141,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "reduce": ("own", "bf16", *CODECS),
     "reduce_replicas": ("same", "own", "bf16", *CODECS),
 }
-"""What travels in a format of fewer bits, with its formats. The first one changes no value."""
+"""The formats of each message that may have fewer bits. The first one changes no value."""
 COSTS = {
     "bf16": (0.5, "1/256 of the value"),
     "int8": (0.254, "largest/250 of a block"),
@@ -280,7 +280,7 @@ class Settings:
 
     @property
     def formats(self) -> dict[str, str]:
-        """What travels in a format of fewer bits, with the format."""
+        """The messages that have a format of fewer bits, each with its format."""
         return {name: word for name in FORMATS if (word := getattr(self, name)) in COSTS}
 
     def in_words(self) -> dict[str, str]:

@@ -251,7 +251,7 @@ def _wires_of(units: Sequence[Unit], model: nn.Module) -> Iterator[Wire]:
     for mesh, parameters in ((mesh, unit.parameters) for unit in units for mesh in unit.meshes):
         places = [place for each in parameters if each.mesh is mesh for place in each.places]
         names = frozenset(".".join(filter(None, (paths.get(each.module_id), each.attribute))) for each in places)
-        between = mesh.comm.reduce_replicas or mesh.comm.reduce
+        between = mesh.comm.reductions[1]
         # Between replicas the sum travels back, too.
         taken = [mesh.comm.reduce] * (mesh.num_shards > 1) + [between, between] * (mesh.num_replicas > 1)
         rounds = [codec_of(each.wire) or _eps_of(each.wire) for each in taken if each is not None and each.wire]

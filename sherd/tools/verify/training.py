@@ -55,7 +55,7 @@ Shown = dict[Key, Tensor]
 
 @dataclass(frozen=True)
 class Wire:
-    """What rounds the values of one unit's parameters, by plain names, on their way between ranks.
+    """The roundings of values of one unit's parameters, by plain names, on their way between ranks.
 
     Weights by the codecs `gathers`, gradients by the codecs, or numbers' relative errors, of `reductions`.
     """
