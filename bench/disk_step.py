@@ -3,9 +3,9 @@
     python -m bench.disk_step /scratch     # a folder of the disk; writes the table of docs/understand/benchmarks.md
 
 The bound of a step is the longer of two times: of the same step with its state in memory, and of the state's bytes
-through the same folder with the same requests and without arithmetic, in the same round. What the page cache holds
-counts as disk in both. Memory is the anonymous memory of the process above what it was before the model, sampled while
-steps are made, where the C library gives freed vectors back to the system.
+through the same folder with the same requests and without arithmetic, in the same round. Both pass the page
+cache, if the file system can do that. Memory is the anonymous memory of the process above what it was before the model,
+sampled while steps are made, where the C library gives freed vectors back to the system.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import sherd
+from sherd.on_disk import vectors_on
 from sherd.optim.chunks import CHUNK_NUMEL
-from sherd.optim.on_disk import DEPTH
-from sherd.storage.scratch import Request, Scratch
-from sherd.tensor.ragged import memory_of
+from sherd.storage.scratch import Request
 
 from .pages import written
 from .table import markdown
@@ -77,28 +76,24 @@ def trainer(policy: sherd.OffloadPolicy) -> Callable[[], float]:
     return step
 
 
-def pattern(scratch: Scratch) -> Callable[[], float]:
+def pattern(disk: sherd.Disk) -> Callable[[], float]:
     """Returns a function that reads and writes as many bytes as a step does, and returns the seconds."""
-    files = [scratch.file(f"moment {number}", 4 * NUMEL) for number in range(2)]
-    buffers = [[torch.empty(CHUNK_NUMEL) for _ in files] for _ in range(3 + DEPTH // 2)]
+    vectors = vectors_on(disk)
+    moments = [vectors.empty(f"moment {number}", NUMEL, torch.float32) for number in range(2)]
+    chunks = range(0, NUMEL, CHUNK_NUMEL)
 
-    def begin(way: str, number: int) -> list[Request]:
-        views = map(memory_of, buffers[number % len(buffers)])
-        return [getattr(file, way)(view, 4 * number * CHUNK_NUMEL) for file, view in zip(files, views, strict=True)]
+    def read(start: int) -> list[tuple[Request, torch.Tensor]]:
+        buffers = [vectors.buffer(start, CHUNK_NUMEL, torch.float32, False) for _ in moments]
+        return [(vectors.read(each, start, buffer), buffer) for each, buffer in zip(moments, buffers, strict=True)]
 
     def transfer() -> float:
-        begun, writing = time.perf_counter(), deque[Request]()
-        reading = [begin("read_into", number) for number in range(2)]
-        for number in range(NUMEL // CHUNK_NUMEL):
-            if (number + 2) * CHUNK_NUMEL < NUMEL:
-                reading.append(begin("read_into", number + 2))
-            for each in reading.pop(0):
-                each.wait()
-            writing += begin("write_from", number)
-            while len(writing) > DEPTH:
-                writing.popleft().wait()
-        for each in writing:
-            each.wait()
+        begun, reading = time.perf_counter(), deque(map(read, chunks[:2]))
+        for number, start in enumerate(chunks):
+            reading.extend(map(read, chunks[number + 2 : number + 3]))
+            for moment, (request, buffer) in zip(moments, reading.popleft(), strict=True):
+                request.wait()
+                vectors.write(moment, start, buffer)
+        vectors.settle()
         return time.perf_counter() - begun
 
     return transfer
@@ -115,7 +110,7 @@ def measure(folder: str, rounds: int = 7) -> list[list[str]]:
     makers = {
         "memory": trainer(sherd.OffloadPolicy()),
         "disk": on_disk,
-        "pattern": pattern(Scratch(folder, depth=DEPTH)),
+        "pattern": pattern(sherd.Disk(folder)),
     }
     makers["memory"]()
     taken = [{way: make() for way, make in makers.items()} for _ in range(rounds)]

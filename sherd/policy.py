@@ -129,7 +129,8 @@ class OffloadPolicy:
     where the host computes as the device does.
 
     Args:
-        parameters: where the weights rest that are gathered.
+        parameters: where the weights rest that are gathered. From a disk a unit's are read while the unit before
+            computes, in the order of the step before.
         gradients: where gradients of shards rest; None: "host" if parameters are not on the device, else "device".
         optimizer: where the optimizer's state rests; None: with the gradients.
         masters: where the part of each bfloat16 parameter rests that makes it an exact float32 master: 2.125 bytes an
@@ -158,9 +159,10 @@ class OffloadPolicy:
             is_place = isinstance(place, Disk) or (isinstance(place, str) and place in ("device", "host"))
             if not (is_place or (place is None and name not in ("parameters", "activations"))):
                 raise PolicyError(f"{kind}({name}={place!r}): expected 'device', 'host' or Disk(path)")
-        for name in ("parameters", "gradients", "activations"):
+        near = {"gradients": "sherd.step_in_backward keeps those of one unit", "activations": "activations='host'"}
+        for name, instead in near.items():
             if isinstance(getattr(self, name), Disk):
-                raise PolicyError(f"{kind}({name}={getattr(self, name)!r}): only optimizer and masters rest on a disk")
+                raise PolicyError(f"{kind}({name}={getattr(self, name)!r}): {name} do not rest on a disk; {instead}")
         require_number(f"{kind}(share={{}})", self.share, 0.0, 1.0)
         require_bool(f"{kind}(pin_memory={{}})", self.pin_memory)
         step = self.step_place
@@ -178,7 +180,7 @@ class OffloadPolicy:
     @property
     def step_place(self) -> Place:
         """Where gradients rest, and so where the optimizer steps."""
-        return self.gradients or self.parameters
+        return self.gradients or ("device" if self.parameters == "device" else "host")
 
     @property
     def state_place(self) -> Place:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # package's own __init__, which says where public names are.
 RULE = """
 errors, policy, requirements, units, _torch, codecs < layout | schedule | comm | comm_hooks | wrap < tensor | storage
-< engine < guard < checkpoint, optim, backward_steps, steps_on_thread, clip, grad_scaler, memory < api
+< on_disk < engine < guard < checkpoint, optim, backward_steps, steps_on_thread, clip, grad_scaler, memory < api
 < fsdp1 | deltas | uneven < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate
 | tools/wire_report < tools/plan < tools/doctor

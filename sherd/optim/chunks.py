@@ -29,8 +29,8 @@ from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
 from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
+from sherd.on_disk import vectors_on
 from sherd.optim.loaded import Rest, rest_of
-from sherd.optim.on_disk import vectors_on
 from sherd.policy import Disk, Place
 from sherd.schedule.moments import CHUNK_NUMEL, IN_FLIGHT
 from sherd.storage.scratch import Request
@@ -64,7 +64,7 @@ class PassingPart:
         """The elements where they rest, or a buffer in host memory for those on a disk."""
         if self.disk is None:
             return self._vector[self._start : self._stop]
-        return self.disk.buffer(self._stop - self._start, self._vector.dtype, self._rest.pinned)
+        return self.disk.buffer(self._start, self._stop - self._start, self._vector.dtype, self._rest.pinned)
 
     def read(self) -> None:
         """Begin to read what rests on a disk."""
@@ -85,31 +85,36 @@ class PassingPart:
     def write(self) -> None:
         """Begin to write to the disk what was taken back, and has come to host memory."""
         assert self.disk is not None, "it rests on a disk"
-        self.disk.write(self._vector, self._start, self._own, self._rest.pinned)
+        self.disk.write(self._vector, self._start, self._own)
+
+
+def _weights_part(group: Group, extent: Extent) -> PassingPart:
+    return PassingPart(_rest_of(group, group.place.disk, "parameters"), group.shard_buffer, extent.start, extent.stop)
 
 
 class MastersPart:
-    """The masters of a range of one group's shards, whose low bits and carries come and go as two `parts`.
+    """The masters of a range of one group's shards: weights, low bits and carries come and go as three `parts`.
 
     Masters go to a disk before their first step. Raises ScratchError.
     """
 
     def __init__(self, group: Group, extent: Extent) -> None:
         assert group.masters is not None, "a group with masters"
-        self.group, self.masters, self._extent = group, group.masters, extent
+        self.group, self.masters = group, group.masters
         rest, own = _rest_of(group, group.place.masters, "masters"), (group.masters.low, group.masters.carries)
         if rest.disk is not None and not rest.has(own[0]):
             own = group.masters.rest_in(*(rest.empty(each.shape, each.dtype) for each in own))
         ends = (extent.start, extent.stop), (extent.start // 8, -(-extent.stop // 8))
-        self.parts = [PassingPart(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
+        bits = [PassingPart(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
+        self.parts = [_weights_part(group, extent), *bits]
 
     def joined(self) -> torch.Tensor:
         """Returns the masters, float32, where the weights are."""
-        return self.masters.joined(self._extent, *(each.near for each in self.parts))
+        return self.masters.joined(*(each.near for each in self.parts))
 
     def split(self, values: torch.Tensor) -> None:
         """Split stepped masters into weights, low bits and carries."""
-        self.masters.split_into(self._extent, values, *(each.near for each in self.parts))
+        self.masters.split_into(values, *(each.near for each in self.parts))
 
 
 class Chunk(ABC):
@@ -194,7 +199,7 @@ def step_chunks(
     # Where all is in host memory, no lane of a device takes part.
     failure, devices = None, [group.shard_buffer.device for group in groups]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
-    places = [place for group in groups for place in (group.place.state, group.place.masters)]
+    places = [place for group in groups for place in (group.place.state, group.place.masters, group.place.disk)]
     disks = {place.path: place for place in places if isinstance(place, Disk)}
     needed: dict[int, int] = defaultdict(int)  # by file system: folders may share one
     try:
@@ -333,6 +338,7 @@ class RangeChunk(Chunk):
         self._ranges: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
         self._shift: list[int] = []  # where it begins in the range
         self._parts: list[dict[str, PassingPart]] = []
+        self._weights: PassingPart | None = None
         for each in spans:
             begin = int(each.span.flat.storage_offset() - each.span.buffer.storage_offset())
             start, stop = max(begin, extent.start), min(begin + each.span.flat.numel(), extent.stop)
@@ -353,6 +359,8 @@ class RangeChunk(Chunk):
             for each, *ends in self._ranges
         ]
         self._passing += [part for of_span in self._parts for part in of_span.values()]
+        self._weights = self._masters[0].parts[0] if self._masters else _weights_part(self._group, self._extent)
+        self._passing += [] if self._masters else [self._weights]
 
     def _fetched(self) -> list[State]:
         return [
@@ -362,12 +370,12 @@ class RangeChunk(Chunk):
 
     def drop(self, gone: Handoff) -> None:
         super().drop(gone)
-        self._parts = []
+        self._parts, self._weights = [], None
 
     def step(self, run: Run) -> None:
+        assert self._weights is not None, "begun"
         masters = self._masters[0] if self._masters else None
-        weights = self._group.shard_buffer[self._extent.start : self._extent.stop]
-        values = weights if masters is None else masters.joined()
+        values = self._weights.near if masters is None else masters.joined()
         lists: list[list[torch.Tensor]] = [[] for _ in range(self._num_lists)]
         lent: States = defaultdict(dict)
         for (each, start, stop), shift, state in zip(self._ranges, self._shift, self._states, strict=True):

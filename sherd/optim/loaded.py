@@ -42,7 +42,7 @@ class Rest:
         self.pinned = pinned and self.device != near
         self.disk = None
         if isinstance(place, Disk):
-            from sherd.optim.on_disk import vectors_on  # seldom needed, so loaded late
+            from sherd.on_disk import vectors_on  # seldom needed, so loaded late
 
             self.disk = vectors_on(place)
 

@@ -3,6 +3,9 @@
 A file without a name is in no folder: no other rank or job can meet it, no program takes it for a checkpoint, and the
 system frees its space when the process ends, however it ends. (`O_TMPFILE`; where a file system lacks that, the file is
 removed as soon as it is open, and gets its bytes after that.)
+
+Pages that meet pages of a buffer pass the page cache (`O_DIRECT`), which is memory of the host, where the file system
+can do that.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import mmap
 import os
@@ -35,6 +39,7 @@ _CURES = {
     errno.EMFILE: "raise the limit of open files, ulimit -n",
 }
 _WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
+PAGE = mmap.PAGESIZE
 
 Call = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
@@ -64,6 +69,9 @@ class Scratch:
         depth: the most requests at a time, those that are under way included; the next one waits.
         stacklevel: of warnings, from the caller's line (2) outwards.
 
+    Attributes:
+        passes_cache: pages pass the page cache.
+
     Raises:
         ScratchError: `path` is a file, or no file can be made there.
     """
@@ -73,7 +81,8 @@ class Scratch:
         with self.explained(f"scratch folder {self.path} cannot be used"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
-            tempfile.TemporaryFile(dir=self.path).close()
+            with tempfile.TemporaryFile(dir=self.path, buffering=0) as file:
+                self.passes_cache = _passes_cache(file.fileno())
             file_system = file_system_of(self.path)
         if file_system in ("tmpfs", "ramfs"):
             warnings.warn(
@@ -192,6 +201,7 @@ class ScratchFile:
     def __init__(self, scratch: Scratch, name: str, nbytes: int, opened: io.FileIO) -> None:
         self.name, self.nbytes = name, nbytes
         self._scratch, self._file = scratch, opened
+        self._flags = fcntl.fcntl(opened, fcntl.F_GETFL)
         self._order = threading.Lock()
         self._last: Future[None] | None = None
         self._map: weakref.ref[mmap.mmap] | None = None
@@ -247,11 +257,19 @@ class ScratchFile:
         self._scratch.require_no_failure()
         with self._scratch.explained(f"scratch file of {self.name} in {self._scratch.path} cannot be {does}"):
             while len(view):
-                count = call(self._file.fileno(), [view], start)
+                count = call(self._file.fileno(), [self._next(view, start)], start)
                 if not count:
                     raise OSError(errno.EIO, f"it ends at byte {start} of {self.nbytes}")
                 view, start = view[count:], start + count
             _raise_lost_writes(self._file.fileno())
+
+    def _next(self, view: memoryview, start: int) -> memoryview:
+        """Returns what to transfer next of `view`, for the bytes from `start` on. Only pages pass the page cache."""
+        head, may_pass = -start % PAGE, self._scratch.passes_cache and not view.readonly
+        has_pages = may_pass and len(view) >= head + PAGE and (_address_of(view) + head) % PAGE == 0
+        # One file has one request at a time, so that its flags are this request's.
+        fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags | (os.O_DIRECT if has_pages and not head else 0))
+        return view[: head or len(view) - len(view) % PAGE] if has_pages else view
 
 
 def file_system_of(path: str) -> str:
@@ -264,6 +282,22 @@ def file_system_of(path: str) -> str:
             if mount.split()[2] == number:
                 return source.split()[0]
     return ""
+
+
+def _passes_cache(fd: int) -> bool:
+    """Returns whether pages of the empty file `fd` may pass the page cache."""
+    try:
+        os.ftruncate(fd, PAGE)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        with mmap.mmap(-1, PAGE) as page:
+            os.preadv(fd, [page], 0)  # where blocks are larger than pages, it is refused only now
+    except (OSError, AttributeError):  # a system without O_DIRECT
+        return False
+    return True
+
+
+def _address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _raise_lost_writes(fd: int) -> None:

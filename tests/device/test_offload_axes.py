@@ -4,6 +4,7 @@ the device, no race and no wait of the host in a settled step."""
 from __future__ import annotations
 
 import gc
+import tempfile
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +26,10 @@ from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 from tests.optim.test_masters import KINDS, made
 from tests.support.models import chain, noise
 
+pytestmark = pytest.mark.filterwarnings("ignore:scratch folder .* is on tmpfs")
+
 WIDTH = 24
+DISK = Disk(tempfile.gettempdir())
 STATE, ON_HOST = OffloadPolicy(optimizer="host"), OffloadPolicy(gradients="host")
 AXES = {
     "state": STATE,
@@ -33,6 +37,7 @@ AXES = {
     "everything": CPUOffloadPolicy(),
     "state, pageable": OffloadPolicy(optimizer="host", pin_memory=False),
     "half of the state": OffloadPolicy(optimizer="host", share=0.5),
+    "disk": OffloadPolicy(parameters=DISK, optimizer=DISK),
 }
 
 
@@ -110,6 +115,8 @@ POLICIES = {
     "masters, step": OffloadPolicy(masters="host", gradients="host"),
     "masters, everything": OffloadPolicy(masters="host", parameters="host"),
     "half of everything": CPUOffloadPolicy(share=0.5),
+    "masters, disk": OffloadPolicy(masters=DISK, parameters=DISK),
+    "half on a disk": OffloadPolicy(parameters=DISK, share=0.5),
     "activations": OffloadPolicy(activations="host"),
     "activations, state": OffloadPolicy(activations="host", optimizer="host"),
 }
@@ -248,7 +255,7 @@ def test_masters_have_the_same_values_wherever_they_rest(sim_world, tmp_path):
 
 
 @pytest.mark.values
-@pytest.mark.parametrize("axis", ["state", "step"])
+@pytest.mark.parametrize("axis", ["state", "step", "disk"])
 @pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients", *OPTIMIZERS])
 def test_other_loops_have_the_values_of_no_offload(axis, how, sim_world):
     assert all(sim_world(2, pause_us=200, seed=4).run(is_same_otherwise, AXES[axis], how).values)
@@ -286,7 +293,7 @@ def is_same_wrapped(policy: OffloadPolicy, flat: bool) -> bool:
 
 
 @pytest.mark.values
-@pytest.mark.parametrize("axis", ["state", "step"])
+@pytest.mark.parametrize("axis", ["state", "step", "disk"])
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_wrapper_takes_the_policy_as_cpu_offload(axis, flat, sim_world):
     assert all(sim_world(2, pause_us=200, seed=3).run(is_same_wrapped, AXES[axis], flat).values)
@@ -321,7 +328,7 @@ def test_a_fused_step_on_the_host_is_skipped_where_a_scaler_says_so(sim_world):
     assert sim_world(2, pause_us=2000, seed=5).run(scaled_on_the_host).values == [(0.0, True)] * 2
 
 
-@pytest.mark.parametrize("axis", ["state", "step"])
+@pytest.mark.parametrize("axis", ["state", "step", "disk"])
 def test_replicas_and_a_single_rank_do_so_too(axis, sim_world):
     for num_ranks in (1, 4):
         assert all(sim_world(num_ranks).run(is_same, AXES[axis], optim.AdamW, None).values), num_ranks
@@ -390,7 +397,7 @@ def verified(axis: str) -> str:
 
 
 def test_trainings_under_the_policies_are_verified_as_the_plain_one(sim_world):
-    for axis in ("state", "step", "everything", "half of the state", "activations"):
+    for axis in ("state", "step", "everything", "half of the state", "activations", "disk"):
         assert sim_world(2).run(verified, axis).values == [""] * 2, axis
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import os
 import pathlib
 import weakref
@@ -17,8 +18,8 @@ import sherd
 from sherd import Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
+from sherd.on_disk import DiskVectors, vectors_on
 from sherd.optim import chunks
-from sherd.optim.on_disk import DiskVectors, vectors_on
 from tests.optim.test_masters import KINDS, made, masters_of, steps
 from tests.support.models import chain
 from tests.support.ranks import RanksFailed
@@ -187,21 +188,21 @@ def test_at_most_twelve_vectors_of_a_chunk_are_under_way(tmp_path):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     for unit in (*model, model):
         fully_shard(unit, offload_policy=OffloadPolicy(optimizer=Disk(str(tmp_path))))
-    optimizer, made, most, buffer = optim.AdamW(model.parameters()), [], [0], DiskVectors.buffer
+    optimizer, made, most = optim.AdamW(model.parameters()), weakref.WeakSet(), [0]
 
-    def counted(*args):
-        vector = buffer(*args)
-        made.append(weakref.ref(vector))
-        most[0] = max(most[0], len({id(each) for ref in made if (each := ref()) is not None}))
-        return vector
+    class Counted(mmap.mmap):
+        def __init__(self, fileno, *args, **kwargs):
+            if fileno == -1:
+                made.add(self)
+                most[0] = max(most[0], len(made))
 
-    with mock.patch.object(chunks, "CHUNK_NUMEL", 512), mock.patch.object(DiskVectors, "buffer", counted):
+    with mock.patch.object(chunks, "CHUNK_NUMEL", 512), mock.patch.object(mmap, "mmap", Counted):
         for _ in range(3):
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert 4 < most[0] <= 12
-    assert all(ref() is None for ref in made), "between steps there are none"
+    assert not made, "between steps there are none"
 
 
 @on_threads(2)

@@ -52,14 +52,16 @@ def make_unit(
         ModuleError: a unit around `modules` was made before, and has all their parameters.
         PlacementError: a parameter cannot be cut as asked.
         PolicyError: `precision` has a function that returned a dtype which it may not; or `offload` asks for masters of
-            parameters that are not bfloat16.
+            parameters that are not bfloat16, or has parameters on a disk that gather themselves.
         ScratchError: `offload` names a disk that cannot be used.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(belongings.borrowed, mesh)
     if offload.masters is not None:
         _require_masters_possible(belongings.owned)
-    for disk in (offload.optimizer, offload.masters):
+    if isinstance(offload.parameters, Disk):
+        _require_plain(belongings.owned)
+    for disk in (offload.parameters, offload.optimizer, offload.masters):
         if isinstance(disk, Disk):
             from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
 
@@ -204,6 +206,15 @@ def _require_masters_possible(owned: Sequence[DiscoveredParameter]) -> None:
             raise PolicyError(
                 f"OffloadPolicy(masters=...) keeps float32 masters of bfloat16 parameters, and {name} is {kind}; call "
                 "model.to(torch.bfloat16) first, or leave masters out for its unit"
+            )
+
+
+def _require_plain(owned: Sequence[DiscoveredParameter]) -> None:
+    for name, parameter in ((each.name, each.parameter) for each in owned):
+        if hasattr(parameter, "fsdp_pre_all_gather"):
+            raise PolicyError(
+                f"OffloadPolicy(parameters=Disk(...)): {name} is a {type(parameter).__name__}, which gathers "
+                "itself, and cannot rest in a file; parameters='host' for its unit"
             )
 
 

@@ -126,7 +126,6 @@ class BufferPlan:
         is_remembered = mesh.remembers  # what was lost before is of gradients that are scaled already
         is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0 and not is_remembered
         by_piece = Sizes(numel + flags for numel in reduced.shard_numels)
-        is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device
         return cls(
             gathers_itself=group.gathers_itself,
             may_be_rows=may_be_rows,
@@ -135,7 +134,7 @@ class BufferPlan:
             is_encoded=mesh.gather_codec is not None and group.compute_dtype.is_floating_point,
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
-            sends_shards_as_they_are=group.gathers_itself or is_as_computed,
+            sends_shards_as_they_are=group.gathers_itself or group.is_as_computed,
             # A borrowed gradient is scaled after the sum, on which float16 overflows.
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
             is_unpadded=reduced.gathered_numel == reduced.slots[0].cut.numel,

@@ -36,6 +36,7 @@ class RestingPlace:
         pinned: host memory is page-locked.
         is_elsewhere: shards rest in another memory than that of the device that computes.
         keeps_copies: the device keeps a copy of them, in compute's dtype.
+        disk: where shards rest in files, which are mapped to host memory; None: they do not.
         state: where the optimizer's state rests.
         masters: where the low bits of float32 masters rest; None: there are no masters.
     """
@@ -44,6 +45,7 @@ class RestingPlace:
     pinned: bool = False
     is_elsewhere: bool = False
     keeps_copies: bool = False
+    disk: Disk | None = None
     state: Place = "device"
     masters: Place | None = None
 
@@ -57,6 +59,7 @@ class RestingPlace:
             policy.pin_memory and has_two,
             steps_on_host and has_two,
             steps_on_host and has_two and policy.parameters == "device",
+            policy.parameters if isinstance(policy.parameters, Disk) else None,
             policy.state_place,
             policy.masters,
         )
@@ -66,8 +69,16 @@ class RestingPlace:
         """True if the optimizer's state does not rest in the memory where the optimizer steps."""
         return isinstance(self.state, Disk) or (self.state == "host" and self.device.type != "cpu")
 
-    def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
-        """Returns a zeroed buffer at the resting place, or a meta one if the parameters are `now_on` meta."""
+    def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device, name: str = "") -> torch.Tensor:
+        """Returns a zeroed buffer at the resting place, or a meta one if the parameters are `now_on` meta.
+
+        Raises:
+            ScratchError: the disk has no space for it; the message calls it `name`.
+        """
+        if self.disk is not None and now_on.type != "meta":
+            from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
+
+            return vectors_on(self.disk).empty(name, numel, dtype)
         return self._zeros(numel, dtype, now_on if now_on.type == "meta" else self.device)
 
     def belonging(self, place: Place | None, like: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:

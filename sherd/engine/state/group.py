@@ -376,6 +376,7 @@ class Group:
         shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own parts of a shard
             (`fetched`).
         is_offloaded: the shards rest in another memory than that of the device that computes.
+        is_as_computed: they have the dtype of compute, and rest in its memory.
         unsharded_memory: the unsharded buffer if it is never freed; then the shard buffer is a part of it.
         num_flags: flags that travel with the gradients, one for each tensor. A large tensor that is alone has none: it
             is sent from where autograd left its gradient. It has a flag where some ranks may lack a gradient: under
@@ -427,6 +428,8 @@ class Group:
             mesh.comm.reduce_replicas.row_dtype(summed)
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
+        is_near = place.device == mesh.device and place.disk is None
+        self.is_as_computed = is_near and self.compute_dtype == self.dtype
         self.gathers_itself = key.gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
@@ -436,7 +439,7 @@ class Group:
         self.num_flags = 0 if has_none else len(self.parameters)
         is_fetched = mesh.shards_replicas or (place.keeps_copies and not self.gathers_itself)
         self.fetched = FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh) if is_fetched else None
-        self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None
+        self.keeps_copies = mesh.keeps_unsharded or self.fetched is not None or place.disk is not None
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
         self.optimizer_params = self._optimizer_params()
@@ -498,7 +501,7 @@ class Group:
     @property
     def is_brought(self) -> bool:
         """True if something of the group comes from elsewhere for its optimizer step."""
-        return self.place.brings_state or self.masters is not None
+        return self.place.brings_state or self.masters is not None or self.place.disk is not None
 
     def arrive_by(self, copies: Handoff | None) -> None:
         """Note the copies, if any, by which low bits of a step come to where they rest."""
@@ -527,7 +530,7 @@ class Group:
         """
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
-        piece = self.place.fetch(self.shard_buffer, self.device) if self.is_offloaded else self.shard_buffer
+        piece = self.place.fetch(self._at_hand(), self.device) if self.is_offloaded else self._at_hand()
         return piece if dtype == self.dtype else piece.to(dtype)
 
     def write_source(self, rows: torch.Tensor) -> torch.Tensor:
@@ -535,8 +538,16 @@ class Group:
         mesh = self.mesh
         start = self.packing.starts[mesh.pieces_of(mesh.shard_rank).start]
         part = rows[start : start + self.shard_sizes[mesh.shard_rank]]
-        fetch_into(part, self.shard_buffer)
+        fetch_into(part, self._at_hand())
         return part
+
+    def _at_hand(self) -> torch.Tensor:
+        """Returns the shard buffer, in host memory if it rests on a disk."""
+        if self.place.disk is None or not self.shard_buffer.nbytes or self.shard_buffer.is_meta:
+            return self.shard_buffer
+        from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
+
+        return vectors_on(self.place.disk).at_hand(self, self.place.pinned)
 
     def mark_shards_written(self) -> None:
         """Note that the shards were, or may be, written: copies of them are stale. All ranks must call it together."""
@@ -618,15 +629,14 @@ class Group:
     def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:
         """Returns memory for this rank's shards: a buffer of its own, or a part of one that holds other ranks' too."""
         place, mesh, packing = self.place, self.mesh, self.packing
-        as_it_is = self.compute_dtype == self.dtype and place.device == self.device
-        if as_it_is and packing.direct and (mesh.keeps_unsharded or mesh.num_pieces == 1):
+        if self.is_as_computed and packing.direct and (mesh.keeps_unsharded or mesh.num_pieces == 1):
             self.unsharded_memory = place.empty(packing.unsharded_numel, self.dtype, device)
             start = packing.starts[mesh.pieces_of(mesh.shard_rank).start]
             shard = self.unsharded_memory[start : start + self.shard_sizes[mesh.shard_rank]]
-        elif as_it_is and self.fetched is not None:
+        elif self.is_as_computed and self.fetched is not None:
             shard = place.empty(self.fetched.numel, self.dtype, device)
         else:
-            return place.empty(self.shard_numel, self.dtype, device)
+            return place.empty(self.shard_numel, self.dtype, device, f"parameters of {self.name}")
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
     def _keep_shard(self) -> torch.Tensor:

@@ -31,13 +31,16 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return weight, halves[:, 0], (padded.to(torch.uint8) << places).sum(1, dtype=torch.uint8)
 
 
-def join(weight: torch.Tensor, low: torch.Tensor, carries: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the masters of bfloat16 weights `[n]` to `out`, float32 `[n]`, which `split` gives the same three of."""
+@torch.no_grad()
+def join(weight: torch.Tensor, low: torch.Tensor, carries: torch.Tensor) -> torch.Tensor:
+    """Returns the masters of bfloat16 weights `[n]`, float32 `[n]`, which `split` gives the same three of."""
+    out = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     places = torch.arange(8, dtype=torch.uint8, device=weight.device)
     carry = (carries.unsqueeze(1) >> places & 1).view(-1)[: len(weight)]
     halves = out.view(torch.int16).view(-1, 2)
     halves[:, 0] = low
     halves[:, 1] = weight.view(torch.int16) - carry.to(torch.int16)
+    return out
 
 
 class Masters:
@@ -121,18 +124,11 @@ class Masters:
         """Returns the low bits and the carries of the elements `extent`, which begins at a multiple of 8."""
         return self.low[extent.start : extent.stop], self.carries[extent.start // 8 : -(-extent.stop // 8)]
 
-    @torch.no_grad()
-    def joined(self, extent: Extent, low: torch.Tensor, carries: torch.Tensor) -> torch.Tensor:
-        """Returns the masters of `extent`, float32, of its weights and of these, which are where the weights are."""
-        weights = self._weights[extent.start : extent.stop]
-        values = torch.empty(extent.numel, dtype=torch.float32, device=weights.device)
-        join(weights, low, carries, values)
-        return values
+    joined = staticmethod(join)
 
     @torch.no_grad()
-    def split_into(self, extent: Extent, values: torch.Tensor, low: torch.Tensor, carries: torch.Tensor) -> None:
-        """Split stepped masters of `extent` into its weights, `low` and `carries`."""
-        weights = self._weights[extent.start : extent.stop]
+    def split_into(self, values: torch.Tensor, weights: torch.Tensor, low: torch.Tensor, carries: torch.Tensor) -> None:
+        """Split stepped masters into their weights, `low` and `carries`."""
         for target, value in zip((weights, low, carries), split(values), strict=True):
             target.copy_(value)
         self._is_stepped = True
@@ -191,7 +187,7 @@ class Masters:
         start, device = extent.start // 8 * 8, self._weights.device
         around = Extent(start, min(-(-extent.stop // 8) * 8, len(self.low)) - start)
         low, carries = self.at(around)
-        return around, self.joined(around, low.to(device), carries.to(device))
+        return around, join(self._weights[around.start : around.stop], low.to(device), carries.to(device))
 
     def _write(self, extent: Extent, values: torch.Tensor) -> None:
         around, joined = self._around(extent)
