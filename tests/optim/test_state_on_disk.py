@@ -156,18 +156,18 @@ def first_steps(policy):
 
 
 def grown(policy):
-    """The anonymous memory that a process holds after steps, in bytes above that before the first."""
+    """The anonymous memory that a process holds after steps, in bytes above that before the model."""
 
     def held():
         status = pathlib.Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
+    before = held()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     for unit in (*model, model):
         fully_shard(unit, offload_policy=policy)
     optimizer = optim.AdamW(model.parameters())
     with mock.patch.object(chunks, "CHUNK_NUMEL", 1 << 18):
-        before = held()
         for _ in range(2):
             model(torch.ones(2, 1024)).sum().backward()
             optimizer.step()
@@ -175,12 +175,14 @@ def grown(policy):
     return held() - before
 
 
-def test_state_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
-    policies = OffloadPolicy(), OffloadPolicy(optimizer=Disk(str(tmp_path)))
-    near, far = (world(1).run(grown, policy)[0] for policy in policies)
-    state, chunk = 2 * 4 * 8 * 1024**2, 2 * 4 << 18
+def test_what_is_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
+    disk = Disk(str(tmp_path))
+    policies = OffloadPolicy(), OffloadPolicy(optimizer=disk), OffloadPolicy(parameters=disk, optimizer=disk)
+    near, far, farther = (world(1).run(grown, policy)[0] for policy in policies)
+    parameters, state, chunk = 4 * 8 * 1024**2, 2 * 4 * 8 * 1024**2, 2 * 4 << 18
     assert near - far >= 0.9 * state
-    assert far <= 1.1 * (4 * 8 * 1024**2 + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, and the pass of a unit"
+    assert far - farther >= 0.5 * parameters, "a unit and the next one are in memory"
+    assert far <= parameters + 1.1 * (parameters + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, the pass of a unit"
 
 
 @on_threads(1)

@@ -376,7 +376,6 @@ class Group:
         shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own parts of a shard
             (`fetched`).
         is_offloaded: the shards rest in another memory than that of the device that computes.
-        is_as_computed: they have the dtype of compute, and rest in its memory.
         unsharded_memory: the unsharded buffer if it is never freed; then the shard buffer is a part of it.
         num_flags: flags that travel with the gradients, one for each tensor. A large tensor that is alone has none: it
             is sent from where autograd left its gradient. It has a flag where some ranks may lack a gradient: under
@@ -428,8 +427,6 @@ class Group:
             mesh.comm.reduce_replicas.row_dtype(summed)
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
-        is_near = place.device == mesh.device and place.disk is None
-        self.is_as_computed = is_near and self.compute_dtype == self.dtype
         self.gathers_itself = key.gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
@@ -499,6 +496,12 @@ class Group:
         return any(place.module_id in module_ids for place in places)
 
     @property
+    def is_as_computed(self) -> bool:
+        """True if shards have the dtype of compute, and rest in its memory."""
+        is_near = self.place.device == self.device and self.place.disk is None
+        return is_near and self.compute_dtype == self.dtype
+
+    @property
     def is_brought(self) -> bool:
         """True if something of the group comes from elsewhere for its optimizer step."""
         return self.place.brings_state or self.masters is not None or self.place.disk is not None
@@ -530,7 +533,8 @@ class Group:
         """
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
-        piece = self.place.fetch(self._at_hand(), self.device) if self.is_offloaded else self._at_hand()
+        piece = self.shard_buffer if self.place.disk is None else self._at_hand()
+        piece = self.place.fetch(piece, self.device) if self.is_offloaded else piece
         return piece if dtype == self.dtype else piece.to(dtype)
 
     def write_source(self, rows: torch.Tensor) -> torch.Tensor:
