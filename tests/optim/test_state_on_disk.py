@@ -1,5 +1,6 @@
 """Optimizer state, and masters, in scratch files: the values of state in memory, and one error on all ranks."""
 
+import ctypes
 import errno
 import gc
 import mmap
@@ -162,6 +163,7 @@ def grown(policy):
         status = pathlib.Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed vectors go back to the system
     before = held()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     for unit in (*model, model):
@@ -181,8 +183,8 @@ def test_what_is_on_a_disk_takes_no_memory_of_the_host(tmp_path, world):
     near, far, farther = (world(1).run(grown, policy)[0] for policy in policies)
     parameters, state, chunk = 4 * 8 * 1024**2, 2 * 4 * 8 * 1024**2, 2 * 4 << 18
     assert near - far >= 0.9 * state
-    assert far - farther >= 0.5 * parameters, "a unit and the next one are in memory"
-    assert far <= parameters + 1.1 * (parameters + 4 * chunk + 4 * (4 << 20)), "gradients, chunks, the pass of a unit"
+    assert far - farther >= 0.8 * parameters, "a unit that was read ahead is in memory"
+    assert far <= 1.1 * (parameters + 4 * chunk), "between steps"
 
 
 @on_threads(1)
