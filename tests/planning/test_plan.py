@@ -16,6 +16,7 @@ from sherd._torch import imagined_ranks
 from sherd.engine import Unit
 from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
+from sherd.policy import Disk
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import ModelLayout, auto_units
 from sherd.tools.plan.plan import plan
@@ -109,6 +110,19 @@ def test_state_on_a_disk_is_counted_there():
     assert (on_disk.host_bytes, on_host.on_disk) == (0, 0)
     assert on_disk.timeline.seconds > on_host.timeline.seconds
     assert on_disk.timeline.peak == replace(on_host.timeline.peak, time=on_disk.timeline.peak.time)
+
+
+def test_everything_on_a_disk_leaves_the_host_gradients_and_two_groups_that_are_read():
+    cluster = replace(read_cluster("h100"), disk=Link(1e-4, 1e9))
+    on_host, on_disk = (made(offload=f"everything{at}", cluster=cluster) for at in ("", "@/scratch"))
+    ours, theirs = on_disk.prediction, on_host.prediction
+    assert ours.on_disk == 3 * theirs.in_host["shards"], "with two moments"
+    assert not {"shards", "optimizer state"} & ours.in_host.keys()
+    assert ours.in_host["gradients"] == theirs.in_host["gradients"]
+    assert 0 < ours.in_host["state in flight"] < theirs.in_host["shards"]
+    assert ours.timeline.seconds > theirs.timeline.seconds
+    assert ours.timeline.peak == replace(theirs.timeline.peak, time=ours.timeline.peak.time)
+    assert on_disk.fully_shard_args["offload_policy"].parameters == Disk("/scratch")
 
 
 def test_nothing_moves_where_device_and_host_share_one_memory():

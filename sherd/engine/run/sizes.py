@@ -111,7 +111,7 @@ def _shard_bytes(group: Group, plan: BufferPlan) -> int:
     fetched = group.fetched
     if group.unsharded_memory is not None:
         return group.unsharded_memory.nbytes if group.is_one_piece else 0
-    shards = 0 if group.is_offloaded else group.shard_bytes
+    shards = 0 if group.is_offloaded or group.place.disk is not None else group.shard_bytes
     if fetched is None:
         return shards
     own = 0 if plan.sends_shards_as_they_are else shards

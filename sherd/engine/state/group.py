@@ -571,7 +571,7 @@ class Group:
         if self.unsharded_memory is not None:
             yield (Memory.SHARDS if self.is_one_piece else Memory.UNSHARDED), self.unsharded_memory
             return
-        if self.fetched is None or not self.fetched.has_piece(self.shard_buffer):
+        if self.place.disk is None and (self.fetched is None or not self.fetched.has_piece(self.shard_buffer)):
             yield Memory.SHARDS, self.shard_buffer
         for shard in self.fetched.held() if self.fetched is not None else ():
             yield Memory.SHARDS, shard

@@ -379,7 +379,7 @@ class _Player:
         for traffic in of_unit.traffic:
             fetched = 0.0
             if of_unit.steps_on_host and unit not in self._fetched:
-                seconds = self._costs.from_host(traffic.owned)
+                seconds = self._costs.from_host(traffic.owned, isinstance(of_unit.offload.parameters, Disk))
                 fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
             seconds = self._touch(self._encoding(unit, traffic))
             seconds += self._seconds("all-gather", traffic.gathered, traffic.shard)

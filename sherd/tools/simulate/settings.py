@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
-from sherd.policy import CODECS, CommPolicy, CPUOffloadPolicy, Disk, OffloadPolicy, Reduction
+from sherd.policy import CODECS, CommPolicy, CPUOffloadPolicy, Disk, OffloadPolicy, Place, Reduction
 from sherd.tools.simulate.values import Kind, at_least, limited, one_of
 
 
@@ -99,7 +99,7 @@ _OFFLOAD = re.compile(rf"({'|'.join(OFFLOADS)})(?::(0|1|0?\.\d+|1\.0+))?(?:@(.+)
 
 
 def parts_of_offload(value: str) -> tuple[str, float, str]:
-    """Returns what is offloaded, the share of it, and the folder of a disk for state and masters, "" for none."""
+    """Returns what is offloaded, the share of it, and the folder of a disk, "" for none."""
     match = _OFFLOAD.fullmatch(value)
     assert match is not None, "values of settings are checked"
     return match[1], 1.0 if match[2] is None else float(match[2]), match[3] or ""
@@ -110,7 +110,9 @@ def offload_policy(value: str) -> OffloadPolicy:
     what, share, folder = parts_of_offload(value)
     policy = OFFLOADS[what][0]
     if folder:
-        policy = replace(policy, optimizer=Disk(folder), masters=policy.masters and Disk(folder))
+        disk = Disk(folder)
+        shards: Place = disk if policy.parameters == "host" else policy.parameters
+        policy = replace(policy, parameters=shards, optimizer=disk, masters=policy.masters and disk)
     return replace(policy, share=share)
 
 
@@ -133,7 +135,8 @@ def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
 def _offload_in_words(value: str) -> str:
     what, share, folder = parts_of_offload(value)
     of = "" if share in (0.0, 1.0) else f" ({share:.0%})"
-    return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{', state on a disk' * bool(folder)}"
+    on_disk = ", these and state on a disk" if what == "everything" else ", state on a disk"
+    return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{on_disk * bool(folder)}"
 
 
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -235,7 +238,7 @@ class Settings:
         "what rests in host memory (for accelerators): docs/do/plan.md",
         Kind(
             str,
-            f"one of {', '.join(OFFLOADS)}; :SHARE of it; @FOLDER of a disk for state: state:0.5@/scratch",
+            f"one of {', '.join(OFFLOADS)}; :SHARE of it; @FOLDER of a disk in the host's place: state:0.5@/scratch",
             lambda value: bool(_OFFLOAD.fullmatch(value)) and not value.startswith("nothing@"),
             others={"true": "everything", "yes": "everything", "false": "nothing", "no": "nothing"},
         ),

@@ -176,10 +176,12 @@ class Optimizer:
         yield from unit.matrices  # the momentum
 
     def near_bytes(self, chunk: SteppedPart, policy: OffloadPolicy) -> int:
-        """Returns the bytes of state and masters that come to the step of `chunk`."""
+        """Returns the bytes of weights, state and masters that come to the step of `chunk`."""
         brings_masters = policy.masters not in (None, policy.step_place)
         state = self.states * chunk.nbytes if policy.state_place != policy.step_place else 0
-        return state + (sum(chunk.masters) if brings_masters else 0)
+        weights = chunk.nbytes if policy.masters is None else 2 * chunk.numel  # bfloat16
+        weights *= isinstance(policy.parameters, Disk)
+        return state + weights + (sum(chunk.masters) if brings_masters else 0)
 
     def touched(self, units: Sequence[SimulatedUnit]) -> int:
         """Returns the bytes that a step reads and writes."""
@@ -231,7 +233,7 @@ class Sharded:
         added to them.
         """
         held: Counter[str] = Counter()
-        on_disk = 0
+        on_disk, read = 0, list[int]()
 
         def pin(kind: MemoryKind, *sizes: int, place: Place = "host") -> None:
             nonlocal on_disk
@@ -244,7 +246,10 @@ class Sharded:
         for unit in self.units:
             policy = unit.offload
             if unit.steps_on_host:
-                pin(MemoryKind.SHARDS, *(each.owned for each in unit.traffic))
+                of_disk = isinstance(policy.parameters, Disk)
+                shards = [each.owned for each in unit.traffic]
+                pin(MemoryKind.SHARDS, *shards, place=policy.parameters if of_disk else "host")
+                read += shards * of_disk
                 trained = [each.gradients for each in unit.groups if each.arriving]
                 pin(MemoryKind.GRADIENTS, *trained * min(2, num_reductions))
             if unit.steps_on_host and policy.state_place == "host":
@@ -254,6 +259,8 @@ class Sharded:
                 pin(MemoryKind.OPTIMIZER, *states, place=policy.state_place)
             if policy.masters not in (None, "device"):
                 pin(MemoryKind.MASTERS, *(part for each in unit.spans for part in each.masters), place=policy.masters)
+        # What is gathered, and what is read meanwhile (sherd/on_disk.py).
+        pin(MemoryKind.IN_FLIGHT, *sorted(read)[-2:])
         # On a CPU torch steps one parameter after the other.
         on_host = [unit for unit in self.units if unit.steps_on_host]
         held["temporaries"] += replace(self.optimizer, is_foreach=False).temporary_bytes(on_host)
