@@ -720,19 +720,24 @@ class Gradients:
         mesh, result, between = self.group.mesh, [reduced], self.group.mesh.replicate_transport
         if self.narrowing is not None:
             between = between.narrowed_by(self.narrowing, "replicas")
+        # A transport may have summed in a wider dtype than the one that is to travel. A policy says itself what travels.
+        is_ours = mesh.comm.reductions == (None, None) and user is None
+        wire = self._shards.form.reduce_dtype if is_ours else reduced.dtype
 
         def run(async_op: bool) -> Pending | None:
             if earlier is not None:
                 # `earlier` is as wide as the shards. It is added in that width, and sent in the reduce dtype.
                 reduced.copy_(earlier.summed.add_(reduced))
+            sent = result[0] = reduced.to(wire)
             if mesh.shards_replicas:
                 own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
-                result[0] = between.empty(own[mesh.replica], between.sum_dtype(reduced.dtype), reduced.device)
-                return between.reduce_scatter(result[0], reduced, own, async_op)
+                result[0] = between.empty(own[mesh.replica], between.sum_dtype(wire), reduced.device)
+                pending = between.reduce_scatter(result[0], sent, own, async_op)
+                return pending if sent is reduced else then(pending, partial(held, sent))
             if user is not None:
                 user(reduced)
                 return None
-            return between.all_reduce(reduced, async_op)
+            return between.all_reduce(sent, async_op)
 
         handoff = self._streams.all_reduce.run(run, after=scattered)
         return result[0], handoff
