@@ -27,8 +27,6 @@ from sherd.tools.convert.of_sherd import SherdSource
 from sherd.train.codes import NO_ROOM
 from sherd.train.saved import CHECKPOINTS
 
-__all__ = ["run"]
-
 Progress = Callable[[str, int], None]
 
 

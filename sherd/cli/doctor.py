@@ -29,8 +29,6 @@ from sherd.train.launch import start
 from sherd.train.ranks import TIMEOUT, apart, take_the_way_to_the_others
 from sherd.train.stop import is_rank, leave
 
-__all__ = ["doctor"]
-
 MEETING = timedelta(seconds=30)  # by which one rank may be later than another
 LIMIT_S = 120.0  # after which a rank that is stuck shows where, and ends
 MEASURING_S = 300.0  # the same with --bandwidth, which takes ten seconds

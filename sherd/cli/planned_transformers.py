@@ -12,8 +12,6 @@ from torch import Tensor
 
 from sherd.errors import InputError, reason_of
 
-__all__ = ["batch_of", "context_of", "has_positions", "read_model"]
-
 SECONDS, RATE = 10, 16_000
 """A sample of sound is so long, at so many values a second."""
 IMAGE = 224

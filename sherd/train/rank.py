@@ -32,8 +32,6 @@ from sherd.train.saved import Start, going_on
 from sherd.train.stop import Stop, by_hand, leave, say
 from sherd.train.text import corpus_of
 
-__all__ = ["be_rank", "grid_of"]
-
 ONE_FOLDER = "--out must be one folder that all machines share"
 
 

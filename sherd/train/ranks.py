@@ -20,8 +20,6 @@ from sherd.comm.objects import broadcast_object, do_without_numpy
 from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
 
-__all__ = ["LOOPBACK", "TIMEOUT", "apart", "group", "on_rank_0", "take_the_way_to_the_others", "together"]
-
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # by which one rank may be later than another
 

@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from sherd.train.codes import NOT_SAVED
 
-__all__ = ["SAVING_S", "Stop", "by_hand", "is_rank", "launcher", "leave", "say"]
-
 LAUNCHER = "SHERD_LAUNCHER"  # in a rank's environment: the process that started it, if that is `sherd train`
 WATCH_S = 0.5
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's own name for how long ranks may take to save

@@ -32,8 +32,6 @@ from sherd.requirements import require_int
 from sherd.schedule.actions import Action, BeforeBackward, EndBackward, Event
 from sherd.schedule.moments import MemoryKind
 
-__all__ = ["CaptureProblem", "CaptureReport", "capturable"]
-
 REMEDIES = {
     "host sync": "read values after the step, from tensors that it leaves: loss.detach(), the norm of clip_grad_norm_",
     "outside event": "leave set_post_optim_event out, and wait for all that the step starts before it ends",
