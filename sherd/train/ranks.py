@@ -31,12 +31,7 @@ def group() -> Iterator[None]:
     Raises:
         CommError: the ranks cannot reach one another, or, from inside, a collective could not be finished.
     """
-    take_the_way_to_the_others()
-    do_without_numpy()
-    try:
-        dist.init_process_group(backend(), timeout=TIMEOUT)
-    except RuntimeError as error:
-        raise apart(error) from error
+    meet(TIMEOUT)
     try:
         yield
     except InputError:
@@ -47,6 +42,16 @@ def group() -> Iterator[None]:
             raise
         raise named from error
     dist.destroy_process_group()
+
+
+def meet(timeout: timedelta) -> None:
+    """Make the default process group. Raises CommError: the ranks cannot reach one another."""
+    take_the_way_to_the_others()
+    do_without_numpy()
+    try:
+        dist.init_process_group(backend(), timeout=timeout)
+    except RuntimeError as error:
+        raise apart(error) from error
 
 
 def together(action: Callable[[], T]) -> T:
