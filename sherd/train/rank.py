@@ -114,7 +114,7 @@ def _claimed(named: str, stop: Stop) -> Iterator[Path]:
         out, is_new = claimed(named, held)
         if is_new:
             held.callback(drop_if_empty, out)
-            stop.before_leaving(partial(drop_if_empty, out))
+            stop.before_leaving.append(partial(drop_if_empty, out))
         return out
 
     with ExitStack() as held:
