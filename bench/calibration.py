@@ -20,8 +20,8 @@ from torch import nn
 from sherd import fully_shard
 from sherd.comm.objects import all_gather_objects
 from sherd.policy import CommPolicy
-from sherd.tools.doctor.bandwidth import line_through, seconds_of, slowest
-from sherd.tools.doctor.ranks import device
+from sherd.tools.doctor.bandwidth import line_through
+from sherd.tools.doctor.ranks import device, seconds_of, slowest
 from sherd.tools.simulate.cluster import Cluster, Link
 from sherd.tools.simulate.costs import waited
 from sherd.tools.simulate.sharded import OPTIMIZERS

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from sherd.tools.convert.mapping import numbers_of, rules_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.train.codes import NO_ROOM
 from sherd.train.saved import CHECKPOINTS
-
-__all__ = ["run"]
 
 Progress = Callable[[str, int], None]
 
@@ -181,18 +179,11 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _opened(path: Path, format: str | None) -> Iterator[Source]:
-    if format is not None and format not in FORMATS:
-        raise InputError(f"unknown format {format}; known are {', '.join(FORMATS)}")
+def _opened(path: Path, format: str | None) -> closing[Source]:
     try:
-        source = open_source(path, format)
+        return closing(open_source(path, format))
     except OSError as error:
         raise InputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-    try:
-        yield source
-    finally:
-        source.close()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import argparse
 import re
 from typing import Any
 
+from sherd.cli.options import add_command
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 
 FORMATS = ("sherd", "dcp", "universal", "hf", "torch")
@@ -21,10 +22,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def add_interchange(commands: Any) -> None:
     """Add the parsers of these commands to `commands`, the sub-parsers of `sherd`."""
-    p = _command(
-        commands, "convert", "write a checkpoint in another format, by parts: a model need not fit in memory", CODES
-    )
-    p.add_argument("source", metavar="SRC", help="a file or folder, or a run's folder")
+    about = "write a checkpoint in another format, by parts: a model need not fit in memory"
+    p = _command(commands, "convert", about, CODES, "SRC")
     p.add_argument("target", metavar="DST", help="a file or folder that is not there yet")
     _format(p, "--from", "SRC")
     p.add_argument(
@@ -40,18 +39,15 @@ def add_interchange(commands: Any) -> None:
         "--memory", type=_nbytes, default="64M", metavar="N", help="bytes in memory at once; 64M unless told"
     )
 
-    p = _command(commands, "inspect", "show what a checkpoint of any format holds", CODES)
-    p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
+    p = _command(commands, "inspect", "show what a checkpoint of any format holds", CODES, "PATH")
     _format(p, "--from", "PATH")
 
     codes = f"exit code: 0, it is intact; 1, it is damaged; {BAD_INPUT}, it cannot be opened"
-    p = _command(commands, "verify", "read all of a checkpoint, and compare it with its checksums", codes)
-    p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
+    p = _command(commands, "verify", "read all of a checkpoint, and compare it with its checksums", codes, "PATH")
     _format(p, "--from", "PATH")
 
     codes = f"exit code: 0, they are the same; 1, they differ; {BAD_INPUT}, one cannot be read"
-    p = _command(commands, "diff", "compare two checkpoints of any formats, tensor by tensor", codes)
-    p.add_argument("source", metavar="A", help="a file or folder, or a run's folder")
+    p = _command(commands, "diff", "compare two checkpoints of any formats, tensor by tensor", codes, "A")
     p.add_argument("other", metavar="B", help="a file or folder")
     _format(p, "--from", "A")
     _format(p, "--other-from", "B")
@@ -62,19 +58,19 @@ def add_interchange(commands: Any) -> None:
     p.add_argument("--model-only", action="store_true", help="compare the models alone")
 
     codes = f"exit code: 0, done; {BAD_INPUT}, there is no such folder"
-    p = _command(commands, "prune", "remove old checkpoints of sherd from a folder", codes)
-    p.add_argument("source", metavar="FOLDER", help="the folder that sherd.save was given, or a run's")
+    what = "the folder that sherd.save was given, or a run's"
+    p = _command(commands, "prune", "remove old checkpoints of sherd from a folder", codes, "FOLDER", what)
     p.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many of the newest are kept")
     p.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N are kept, too")
     p.add_argument("--sweep", action="store_true", help="remove what saves have left that were never finished, too")
 
 
-def _command(commands: Any, name: str, about: str, epilog: str) -> argparse.ArgumentParser:
-    p: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, epilog=epilog, allow_abbrev=False
-    )
-    p.set_defaults(interchange=name)
+def _command(
+    commands: Any, name: str, about: str, codes: str, of: str, what: str = "a file or folder, or a run's folder"
+) -> argparse.ArgumentParser:
+    p = add_command(commands, name, about, codes, interchange=name)
     p.add_argument("--json", action="store_true", help="print one line of JSON")
+    p.add_argument("source", metavar=of, help=what)
     return p
 
 

@@ -9,8 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,17 +18,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from sherd.comm.accelerator import accelerator, backend
-from sherd.comm.objects import all_gather_objects, do_without_numpy
+from sherd.comm.accelerator import accelerator
+from sherd.comm.objects import all_gather_objects
 from sherd.tools.doctor.bandwidth import of_the_bandwidth, require_free
 from sherd.tools.doctor.findings import FAILURE, OK, Finding, as_json, as_table, exit_code
 from sherd.tools.doctor.machine import of_the_machine
 from sherd.tools.doctor.ranks import of_the_ranks
 from sherd.train.launch import start
-from sherd.train.ranks import TIMEOUT, apart, take_the_way_to_the_others
+from sherd.train.ranks import TIMEOUT, meet
 from sherd.train.stop import is_rank, leave
-
-__all__ = ["doctor"]
 
 MEETING = timedelta(seconds=30)  # by which one rank may be later than another
 LIMIT_S = 120.0  # after which a rank that is stuck shows where, and ends
@@ -82,10 +79,16 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
     faulthandler.dump_traceback_later(MEASURING_S if args.bandwidth else LIMIT_S, exit=True)
     rank, findings = int(os.environ["RANK"]), []
     try:
-        with _group():
-            if not args.into:
-                findings += _of_all_machines()
-            findings += _figures(args)
+        if accelerator() is not None:
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        meet(MEETING)
+        if not args.into:
+            findings += _of_all_machines()
+        if args.bandwidth:
+            findings += of_the_bandwidth(args.bandwidth, args.scratch)
+        else:
+            findings += of_the_ranks(TIMEOUT.total_seconds())
+        dist.destroy_process_group()
     except Exception as error:
         # torch says in many lines what it was doing.
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -95,12 +98,6 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
         leave(0)
     own = any(each.name == f"rank {rank}" for each in findings)
     leave(_told(findings, args) if rank == 0 or own else exit_code(findings, args.strict))
-
-
-def _figures(args: argparse.Namespace) -> Iterator[Finding]:
-    if args.bandwidth:
-        return of_the_bandwidth(args.bandwidth, args.scratch)
-    return of_the_ranks(TIMEOUT.total_seconds())
 
 
 def _told(findings: Sequence[Finding], args: argparse.Namespace) -> int:
@@ -135,18 +132,3 @@ def _read(path: Path) -> list[Finding] | None:
         return [Finding(**each) for each in json.loads(path.read_text())]
     except (OSError, ValueError):
         return None
-
-
-@contextmanager
-def _group() -> Iterator[None]:
-    """The default process group, and this rank's device. Raises CommError: the ranks did not meet."""
-    take_the_way_to_the_others()
-    do_without_numpy()
-    if accelerator() is not None:
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    try:
-        dist.init_process_group(backend(), timeout=MEETING)
-    except RuntimeError as error:
-        raise apart(error) from error
-    yield
-    dist.destroy_process_group()

@@ -18,8 +18,6 @@ from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config
 from sherd.train.device import num_devices_of
 
-__all__ = ["plan", "planned"]
-
 
 def plan(config: Config, num_ranks: int | None) -> str:
     """Returns what `config` takes on `num_ranks` ranks, in words; None: as many as would be started here.

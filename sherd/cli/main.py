@@ -23,8 +23,6 @@ from sherd.train.loggers import require_logger
 from sherd.train.stop import Stop, is_rank
 from sherd.train.text import corpus_of
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`sherd` with these words; returns the exit code."""

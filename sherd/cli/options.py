@@ -11,8 +11,6 @@ from typing import Any
 from sherd.tools.simulate.values import Kind
 from sherd.train.codes import NO_ROOM
 
-__all__ = ["add_command", "add_fields", "flag_of", "not_written", "reader", "word_of"]
-
 YES_OR_NO = {"yes": True, "no": False}
 METAVARS = {int: "N", float: "yes|no|SHARE", bool: "yes|no", str: "NAME"}
 

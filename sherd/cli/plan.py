@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from sherd.cli.planned_model import Planned
     from sherd.tools.plan.plan import Plan
 
-__all__ = ["TRAINED", "add_plan", "as_configured"]
-
 ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
 DOES_NOT_FIT = 1
 USUAL = 2048

@@ -33,9 +33,6 @@ from sherd.train.config import FIELDS, Config, read_tree
 from sherd.train.parallel import cut_tensors, on_meta
 from sherd.train.passes import cross_entropy, running
 
-__all__ = ["Planned", "model_from", "token_batch", "trained", "trained_layout", "transformers_layout"]
-
-
 HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
 
 

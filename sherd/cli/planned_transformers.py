@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sherd.errors import InputError, reason_of
-
-__all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 
 SECONDS, RATE = 10, 16_000
 """A sample of sound is so long, at so many values a second."""
@@ -111,23 +108,13 @@ def batch_of(model: Any) -> Inputs:
             f"{type(model).__name__} reads {model.main_input_name}, of which no batch is known; give a Python factory "
             "that returns (module, batch)"
         )
-    return partial(_batch, model.config, chosen)
-
-
-Maker = Callable[[Any, int, int], Tensor]
-
-
-def _batch(config: Any, makers: Mapping[str, Maker], samples: int, length: int) -> dict[str, Tensor]:
-    return {name: make(config, samples, length) for name, make in makers.items()}
+    config = model.config  # alone: the model may go
+    return lambda samples, length: {name: make(config, samples, length) for name, make in chosen.items()}
 
 
 def _has_images_among_tokens(config: Any) -> bool:
     names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
     return any(getattr(config, name, None) is not None for name in names)
-
-
-def _tokens(config: Any, samples: int, length: int) -> Tensor:
-    return _integers(samples, length)
 
 
 def _decoded(config: Any, samples: int, length: int) -> Tensor:
@@ -155,8 +142,8 @@ def _spectra(config: Any, samples: int, length: int) -> Tensor:
     return _numbers(samples, config.num_mel_bins, 2 * config.max_source_positions)
 
 
-_INPUTS: dict[str, Maker] = {
-    "input_ids": _tokens,
+_INPUTS: dict[str, Callable[[Any, int, int], Tensor]] = {
+    "input_ids": lambda config, samples, length: _integers(samples, length),
     "pixel_values": _images,
     "input_values": _sound,
     "input_features": _spectra,

@@ -20,8 +20,6 @@ from sherd.tools.simulate.values import Kind
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.units import in_bytes, in_seconds
 
-__all__ = ["add_compare", "add_report", "compared", "timeline_in"]
-
 REPORTS = "show a training step that was recorded or predicted: memory and work over time, as a page of HTML"
 REPORT_CODES = f"exit code: 0, written; {BAD_INPUT}, it cannot be read, or not be drawn; {NO_ROOM}, not written"
 

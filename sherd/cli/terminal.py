@@ -8,8 +8,6 @@ import os
 import sys
 from typing import Any, TextIO
 
-__all__ = ["escaped", "outlive_the_terminal", "say"]
-
 _GONE = (errno.EIO, errno.EPIPE)  # a closed terminal; a pipe without a reader
 
 

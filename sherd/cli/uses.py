@@ -22,8 +22,6 @@ from sherd.train.saved import Checkpoint, folder_in, newest
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
 
-__all__ = ["Asked", "add_uses", "asked", "pick", "use"]
-
 OF_USE = (*MODEL, "data", "context", "seed", "precision")  # fields of the run
 SAMPLES = 8  # windows in one forward of one rank
 

@@ -27,8 +27,6 @@ from sherd.train.rank import grid_of
 from sherd.train.ranks import LOOPBACK, group, on_rank_0, together
 from sherd.train.sampling import continued, readable
 
-__all__ = ["be_alone", "be_rank", "generate", "loaded", "score"]
-
 FEW_PARAMETERS = 10_000_000
 """Below so many, several threads take longer for a token than one."""
 

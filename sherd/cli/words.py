@@ -24,8 +24,6 @@ from sherd.train.config import FIELDS, KINDS, NO_HF_CONFIG, Config, assigned, de
 from sherd.train.folder import is_free, last_run
 from sherd.train.saved import Checkpoint, NoCheckpoint, Start, folder_in, newest
 
-__all__ = ["command_of", "configure", "parse", "require_fit"]
-
 THIRD = 0
 """In the place of the step to record: the third from where the run starts, when the order of units is long learnt."""
 MANY_MACHINES = (

@@ -17,7 +17,6 @@ Everything else is accelerate's own: it works on DTensors, which sherd's shards 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import os
@@ -38,7 +37,7 @@ from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
 from sherd.grad_scaler import ShardedGradScaler
-from sherd.interop.packages import TemporaryChange, replaced, require_tried, take_rank0s_values
+from sherd.interop.packages import TemporaryChange, replaced, require_tried, take_rank0s_values, wrapped
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy, choose, is_container
 
@@ -93,12 +92,12 @@ class in_place_of_fsdp(TemporaryChange):
         undoes: list[Callable[[], None]] = []
         undoes += [
             replaced(names, "AcceleratorState", _state_class(undoes, shards)),
-            replaced(names, "get_grad_scaler", _scaler_for_fsdp(names.get_grad_scaler)),
+            wrapped(names, "get_grad_scaler", _scaler_for_fsdp),
             replaced(names, "get_fsdp2_grad_scaler", ShardedGradScaler),
             replaced(names, "fsdp2_prepare_model", shards.prepared),
-            replaced(its, "prepare", _taking_models_alone(its.prepare)),
-            replaced(its, "_prepare_fsdp2", _leaving_sharded_models(its._prepare_fsdp2)),
-            replaced(plugin, "__post_init__", _on_cpus_too(plugin.__post_init__)),
+            wrapped(its, "prepare", _taking_models_alone),
+            wrapped(its, "_prepare_fsdp2", _leaving_sharded_models),
+            wrapped(plugin, "__post_init__", _on_cpus_too),
             _import_for(its.prepare_model, shards),
             _import_for(names.load_fsdp_optimizer, _Filled),
         ]
@@ -167,66 +166,49 @@ def _state_class(undo: list[Callable[[], None]], shards: _Shards) -> type:
     return State
 
 
-def _on_cpus_too(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns the plugin's `__post_init__` for CPUs too, where it ends with an error for `sync_module_states`."""
-
-    @functools.wraps(post_init)
-    def checked(plugin: Any) -> None:
-        try:
-            post_init(plugin)
-        except RuntimeError:
-            if not plugin.sync_module_states or torch.accelerator.is_available():
-                raise
-            plugin.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
-
-    return checked
+def _on_cpus_too(post_init: Callable[[Any], None], plugin: Any) -> None:
+    """Call the plugin's `__post_init__`, also on CPUs, where it ends with an error for `sync_module_states`."""
+    try:
+        post_init(plugin)
+    except RuntimeError:
+        if not plugin.sync_module_states or torch.accelerator.is_available():
+            raise
+        plugin.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
 
 
-def _scaler_for_fsdp(make: Callable[..., Any]) -> Callable[..., Any]:
-
-    @functools.wraps(make)
-    def made(distributed_type: Any = None, **kwargs: Any) -> Any:
-        if distributed_type != "FSDP":
-            return make(distributed_type, **kwargs)
-        device = torch.accelerator.current_accelerator()
-        return ShardedGradScaler("cpu" if device is None else device.type, **kwargs)
-
-    return made
+def _scaler_for_fsdp(make: Callable[..., Any], distributed_type: Any = None, **kwargs: Any) -> Any:
+    if distributed_type != "FSDP":
+        return make(distributed_type, **kwargs)
+    device = torch.accelerator.current_accelerator()
+    return ShardedGradScaler("cpu" if device is None else device.type, **kwargs)
 
 
-def _taking_models_alone(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns accelerate's `prepare` for a model without an optimizer, which accelerate refuses under FSDP2."""
-
-    @functools.wraps(prepare)
-    def prepare_any(accelerator: Any, *args: object, **kwargs: object) -> Any:
-        models = [each for each in args if isinstance(each, nn.Module)]
-        has_optimizer = any(isinstance(each, torch.optim.Optimizer) for each in args)
-        if not accelerator.is_fsdp2 or not models or has_optimizer:
-            return prepare(accelerator, *args, **kwargs)
-        *prepared, _ = prepare(accelerator, *args, torch.optim.SGD(models[0].parameters()), **kwargs)
-        accelerator._optimizers.pop()
-        return tuple(prepared) if len(prepared) > 1 else prepared[0]
-
-    return prepare_any
+def _taking_models_alone(prepare: Callable[..., Any], accelerator: Any, *args: object, **kwargs: object) -> Any:
+    """Call accelerate's `prepare`, also for a model without an optimizer, which accelerate refuses under FSDP2."""
+    models = [each for each in args if isinstance(each, nn.Module)]
+    has_optimizer = any(isinstance(each, torch.optim.Optimizer) for each in args)
+    if not accelerator.is_fsdp2 or not models or has_optimizer:
+        return prepare(accelerator, *args, **kwargs)
+    *prepared, _ = prepare(accelerator, *args, torch.optim.SGD(models[0].parameters()), **kwargs)
+    accelerator._optimizers.pop()
+    return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
-def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callable[..., tuple[object, ...]]:
-    """Returns accelerate's `prepare` for arguments of which a model may be sharded.
+def _leaving_sharded_models(
+    prepare: Callable[..., Sequence[object]], accelerator: Any, *args: object
+) -> tuple[object, ...]:
+    """Call accelerate's `prepare` for arguments of which a model may be sharded.
 
     accelerate finds the parameters of an optimizer again by their addresses, and empty shards have none.
     """
-
-    def prepare_fsdp2(accelerator: Any, *args: object) -> tuple[object, ...]:
-        groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
-        if any(parameter.is_meta for group in groups for parameter in group["params"]):
-            for model in [each for each in args if isinstance(each, nn.Module)]:
-                _give_memory(model, accelerator, groups)
-        sharded = {place: each for place, each in enumerate(args) if _is_sharded(each)}
-        others = iter(prepare(accelerator, *(each for place, each in enumerate(args) if place not in sharded)))
-        accelerator._models += [each for each in sharded.values() if each not in accelerator._models]
-        return tuple(each if place in sharded else next(others) for place, each in enumerate(args))
-
-    return prepare_fsdp2
+    groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+    if any(parameter.is_meta for group in groups for parameter in group["params"]):
+        for model in [each for each in args if isinstance(each, nn.Module)]:
+            _give_memory(model, accelerator, groups)
+    sharded = {place: each for place, each in enumerate(args) if _is_sharded(each)}
+    others = iter(prepare(accelerator, *(each for place, each in enumerate(args) if place not in sharded)))
+    accelerator._models += [each for each in sharded.values() if each not in accelerator._models]
+    return tuple(each if place in sharded else next(others) for place, each in enumerate(args))
 
 
 def _is_sharded(given: object) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 
 from sherd.api.module import FSDPModule
 from sherd.engine import StageUnits, Unit
-from sherd.interop.packages import TemporaryChange, replaced
+from sherd.interop.packages import TemporaryChange, wrapped
 from sherd.requirements import require_bool
 
 
@@ -164,10 +164,7 @@ def _answer_state() -> Callable[[], None]:
     """Let torch's `fully_shard.state(module)` answer for sherd's modules. Returns a function that undoes it."""
     from torch.distributed.fsdp import fully_shard
 
-    before = fully_shard.state  # type: ignore[attr-defined]
-
-    @functools.wraps(before)
-    def state(module: nn.Module) -> Any:
+    def state(before: Callable[..., object], module: nn.Module) -> object:
         return before(module) if Unit.of(module) is None else _State(module)
 
-    return replaced(fully_shard, "state", state)
+    return wrapped(fully_shard, "state", state)

@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,6 +53,17 @@ def replaced(owner: object, name: str, value: object) -> Callable[[], None]:
     undo = functools.partial(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
     return undo
+
+
+def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable[[], None]:
+    """Call `around` for the function `name` of `owner`, which it gets first. Returns a function that undoes it."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> object:
+        return around(original, *args, **kwargs)
+
+    return replaced(owner, name, call)
 
 
 def require_tried(package: str, tried: str, who: str) -> None:

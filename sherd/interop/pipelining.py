@@ -14,7 +14,7 @@ from sherd._torch import defers_reductions, write_into
 from sherd.engine import StageUnits, Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
-from sherd.interop.packages import replaced
+from sherd.interop.packages import wrapped
 from sherd.tensor.ragged import local_part
 
 __all__ = ["PipelineStage"]
@@ -65,7 +65,7 @@ class PipelineStage(pipelining.PipelineStage):
         """As torch's."""
         # Since 2.15 torch's method has FSDP wait for a call after the last backward. The units know which one that is.
         name, module = "set_manual_backward_finalization", self.submod
-        write_into(module, name, _do_nothing)
+        write_into(module, name, lambda *_: None)
         try:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
@@ -138,18 +138,12 @@ class PipelineStage(pipelining.PipelineStage):
             torch._foreach_div_([local_part(gradient) for gradient in gradients], grad_scale_factor)
 
 
-def _do_nothing(*_: object) -> None:
-    pass
-
-
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
     """Let torch's own stages show unsharded parameters in split backwards. Returns a function that undoes it."""
     name = "backward_maybe_with_nosync"
     owner = next(cls for cls in pipelining.PipelineStage.__mro__ if name in vars(cls))
-    original = vars(owner)[name]
 
-    @functools.wraps(original)
-    def run(stage: Any, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(original: Callable[..., Any], stage: Any, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
         of_stage = StageUnits(stage.submod, f"stage {stage.stage_index}")
         if backward_type == "full" or isinstance(stage, PipelineStage) or not of_stage.units:
             return original(stage, backward_type, *args, **kwargs)
@@ -162,4 +156,4 @@ def split_backwards_in_torchs_stages() -> Callable[[], None]:
         with of_stage.split_backward():
             return original(stage, backward_type, *args, **kwargs)
 
-    return replaced(owner, name, run)
+    return wrapped(owner, name, run)

@@ -308,7 +308,7 @@ def forecast_for(
     state = state_for(root, units)
     sizes = [sizes_of(unit) for unit in units]
     runtime = watch.sealed_runtime(units)
-    step = None if runtime is None else watch.last_step(runtime)
+    step = None if runtime is None else watch.last_steps.get(runtime)
     if step is None:
         step = step_of(_guess(root, units, runtime), sizes)
     batch_bytes = batch_bytes_of(units)

@@ -89,14 +89,9 @@ def staging_bytes(units: Iterable[Unit]) -> int:
 
 # The watch
 
-_watched: weakref.WeakKeyDictionary[Runtime, tuple[Moment, ...]] = weakref.WeakKeyDictionary()
+last_steps: weakref.WeakKeyDictionary[Runtime, tuple[Moment, ...]] = weakref.WeakKeyDictionary()
 """By runtime: the moments of the last step that was watched to its end."""
 _peaks: weakref.WeakKeyDictionary[Runtime, Forecast] = weakref.WeakKeyDictionary()
-
-
-def last_step(runtime: Runtime) -> tuple[Moment, ...] | None:
-    """Returns the step of `runtime` that was watched last, or None."""
-    return _watched.get(runtime)
 
 
 def sealed_runtime(units: Sequence[Unit]) -> Runtime | None:
@@ -200,7 +195,7 @@ class _Steps:
     def ended(self, event: Event) -> None:
         """Keep a step that was watched from the start of forward to the end of backward."""
         if isinstance(event, EndBackward) and isinstance(self._watch.step[0], BeforeForward):
-            _watched[self._runtime] = tuple(self._watch.step)
+            last_steps[self._runtime] = tuple(self._watch.step)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
         """Measure what `action` does to other memory than the storages of `unit`."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from sherd.train.config import RECIPES, TWO_AXES, Config, InputError
 from sherd.train.text import VOCABULARY
 
-__all__ = ["Axes", "axes_of", "sizes_in", "usual_ranks"]
-
 
 @dataclass(frozen=True)
 class Axes:

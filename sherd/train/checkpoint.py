@@ -22,8 +22,6 @@ from sherd.train.config import Config, InputError
 from sherd.train.report import Report
 from sherd.train.saved import Checkpoint, folder_in, going_on
 
-__all__ = ["NO_SPACE", "NotSaved", "Saver", "load"]
-
 KEPT = 2  # checkpoints: the last one, and one before it, should that be damaged
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

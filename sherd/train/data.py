@@ -8,8 +8,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Windows", "batch", "seeded", "tokens"]
-
 
 def seeded(*key: object) -> torch.Generator:
     """A generator on the CPU that depends on `key` alone: not on ranks, devices or what was drawn before."""

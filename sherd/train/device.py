@@ -10,8 +10,6 @@ from sherd.comm.accelerator import accelerator
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 
-__all__ = ["default_ranks", "device_type", "num_devices_of", "require_ranks"]
-
 
 def device_type(config: Config) -> str:
     """Returns `cpu` or the type of the accelerator. Raises InputError for a device that is not here."""

@@ -17,8 +17,6 @@ from sherd.storage.places import DiskPlace, Lock, mode_of
 from sherd.train.config import InputError
 from sherd.train.saved import NoCheckpoint, folder_in, newest
 
-__all__ = ["MARK", "claimed", "drop_if_empty", "is_free", "last_run", "sweep"]
-
 RUNS = Path("runs")
 LOCK, MARK = ".lock", ".seen-"
 

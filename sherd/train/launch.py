@@ -21,8 +21,6 @@ from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
 from sherd.train.ranks import LOOPBACK
 from sherd.train.stop import LAUNCHER, SAVING_S, Stop, say
 
-__all__ = ["start"]
-
 LOOK_S = 0.05
 COMPLAINS = (1, -signal.SIGABRT)  # how a rank ends that lost another one
 LAST_WORDS_S = 10.0  # of the other ranks, once one has crashed: their errors may say more

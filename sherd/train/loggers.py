@@ -19,8 +19,6 @@ from typing import Any
 
 from sherd.train.config import TRACKERS, Config, InputError
 
-__all__ = ["Log", "Logger", "require_logger"]
-
 Log = Callable[[dict[str, float], int], Any]
 OF_A_STEP = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
 

@@ -31,8 +31,6 @@ from sherd.train.sampling import continued, readable
 from sherd.train.saved import Checkpoint, folder_in
 from sherd.train.text import Corpus
 
-__all__ = ["StepFigures", "Trainer", "finish", "introduce", "learning_rate", "train"]
-
 FINAL_LR = 0.02  # of the last step, as a share of the peak
 WEIGHT_DECAY = 0.1  # of matrices; vectors, the norms' scales, have none
 BETAS, MOMENTUM = (0.9, 0.99), 0.95

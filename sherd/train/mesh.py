@@ -6,8 +6,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sherd.train.axes import Axes
 
-__all__ = ["RankGrid"]
-
 
 class RankGrid:
     """The ranks of a run on their axes, and this rank's place. All ranks make it together.

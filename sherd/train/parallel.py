@@ -28,8 +28,6 @@ from sherd.train.config import Config, InputError, comm_policy, offload_policy
 from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder, Head, HuggingFace
 
-__all__ = ["build", "cut_tensors", "on_meta", "run_as_asked"]
-
 
 def build(config: Config, grid: RankGrid) -> nn.Module:
     """The model of `config` with its first weights, laid over `grid`.

@@ -21,8 +21,6 @@ from sherd.train.config import InputError
 from sherd.train.data import Windows
 from sherd.train.mesh import RankGrid
 
-__all__ = ["Batch", "Compute", "Passes", "cross_entropy", "running"]
-
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [samples, context]
 Compute = Callable[[Iterable[Batch]], Sequence[Tensor]]  # leaves the gradients of micro-batches, and returns figures
 

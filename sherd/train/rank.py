@@ -32,8 +32,6 @@ from sherd.train.saved import Start, going_on
 from sherd.train.stop import Stop, by_hand, leave, say
 from sherd.train.text import corpus_of
 
-__all__ = ["be_rank", "grid_of"]
-
 ONE_FOLDER = "--out must be one folder that all machines share"
 
 
@@ -116,7 +114,7 @@ def _claimed(named: str, stop: Stop) -> Iterator[Path]:
         out, is_new = claimed(named, held)
         if is_new:
             held.callback(drop_if_empty, out)
-            stop.before_leaving(partial(drop_if_empty, out))
+            stop.before_leaving.append(partial(drop_if_empty, out))
         return out
 
     with ExitStack() as held:

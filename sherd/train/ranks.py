@@ -20,8 +20,6 @@ from sherd.comm.objects import broadcast_object, do_without_numpy
 from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
 
-__all__ = ["LOOPBACK", "TIMEOUT", "apart", "group", "on_rank_0", "take_the_way_to_the_others", "together"]
-
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # by which one rank may be later than another
 
@@ -33,12 +31,7 @@ def group() -> Iterator[None]:
     Raises:
         CommError: the ranks cannot reach one another, or, from inside, a collective could not be finished.
     """
-    take_the_way_to_the_others()
-    do_without_numpy()
-    try:
-        dist.init_process_group(backend(), timeout=TIMEOUT)
-    except RuntimeError as error:
-        raise apart(error) from error
+    meet(TIMEOUT)
     try:
         yield
     except InputError:
@@ -49,6 +42,16 @@ def group() -> Iterator[None]:
             raise
         raise named from error
     dist.destroy_process_group()
+
+
+def meet(timeout: timedelta) -> None:
+    """Make the default process group. Raises CommError: the ranks cannot reach one another."""
+    take_the_way_to_the_others()
+    do_without_numpy()
+    try:
+        dist.init_process_group(backend(), timeout=timeout)
+    except RuntimeError as error:
+        raise apart(error) from error
 
 
 def together(action: Callable[[], T]) -> T:

@@ -15,8 +15,6 @@ import torch
 
 from sherd.train.loggers import Logger
 
-__all__ = ["Bar", "Lines", "Report", "peak_memory"]
-
 METRICS = "metrics.jsonl"
 Record = dict[str, Any]  # an event, or the figures of a step, as in metrics.jsonl
 

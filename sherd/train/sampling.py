@@ -11,8 +11,6 @@ from torch import Tensor
 from sherd.train.data import seeded
 from sherd.train.text import SEPARATOR, VOCABULARY
 
-__all__ = ["continued", "readable"]
-
 
 @torch.no_grad()
 def continued(

@@ -16,8 +16,6 @@ from sherd.storage.manifest import Manifest
 from sherd.storage.places import DiskPlace, Place
 from sherd.train.config import FREE, MODEL, Config, InputError
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "NoCheckpoint", "Start", "folder_in", "going_on", "newest"]
-
 CHECKPOINTS = "checkpoints"
 _FACTS = {"config", "text"}
 

@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from sherd.train.codes import NOT_SAVED
 
-__all__ = ["SAVING_S", "Stop", "by_hand", "is_rank", "launcher", "leave", "say"]
-
 LAUNCHER = "SHERD_LAUNCHER"  # in a rank's environment: the process that started it, if that is `sherd train`
 WATCH_S = 0.5
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's own name for how long ranks may take to save
@@ -62,7 +60,7 @@ class Stop:
     def __init__(self) -> None:
         self.heard: list[tuple[int, float]] = []  # signals, in order, and when (time.monotonic)
         self._asked = False
-        self._before_leaving: list[Callable[[], object]] = []
+        self.before_leaving: list[Callable[[], object]] = []  # done first when a signal ends the process
         # A rank outlives no launcher; one whose launcher was gone before this line is noticed too.
         self._parent = launcher() or os.getppid() if is_rank() else 0
 
@@ -91,10 +89,6 @@ class Stop:
         self._asked = True
         return bool(self.heard)
 
-    def before_leaving(self, action: Callable[[], object]) -> None:
-        """Do `action` first, when a signal ends the process."""
-        self._before_leaving.append(action)
-
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard.append((number, time.monotonic()))
 
@@ -116,7 +110,7 @@ class Stop:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave(self) -> NoReturn:
-        for action in self._before_leaving:
+        for action in self.before_leaving:
             action()
         if by_hand():
             say("stopped before the first step; nothing new was saved")

@@ -22,8 +22,6 @@ from pathlib import Path
 from sherd.train.config import Config, InputError
 from sherd.train.saved import Checkpoint
 
-__all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "corpus_of", "read_corpus", "read_whole"]
-
 VOCABULARY = 256
 SEPARATOR = b"\0"
 HELD_OUT = 0.01  # of the text

@@ -6,8 +6,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MLflow", "TensorBoard", "WeightsAndBiases"]
-
 
 class TensorBoard:
     """Writes scalars to event files in OUT/tensorboard. A resumed run adds a file, which replaces steps done twice."""

@@ -7,13 +7,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from sherd.tools.doctor import bandwidth
+from sherd.tools.doctor import bandwidth, ranks
 from sherd.tools.doctor.findings import FAILURE
 from sherd.tools.simulate.cluster import cluster_toml, read_cluster
 from sherd.tools.simulate.costs import NodeRanks, collective_seconds
 from tests.doctor.started import findings_of
 from tests.support.commands import refusal
 from tests.support.ranks.forked import sherd as be_sherd
+
+QUICKLY = mock.patch.object(ranks, "MEASURE_S", 0.001)
 
 
 @pytest.mark.slow
@@ -45,7 +47,7 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
 def measured_on(hosts):
     """What ranks measure that believe to be on these hosts, with small operations."""
     here = mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()])
-    with here, mock.patch.multiple(bandwidth, MEASURE_S=0.001, ON_CPU=(64, 2**8, (1, 1, 32, 16))):
+    with here, QUICKLY, mock.patch.multiple(bandwidth, ON_CPU=(64, 2**8, (1, 1, 32, 16))):
         return cluster_toml(bandwidth.measured("box"))
 
 
@@ -73,7 +75,7 @@ def test_a_disk_is_measured_where_a_folder_is_given(world, tmp_path):
 
 
 def measured_with_disk(folder):
-    with mock.patch.multiple(bandwidth, MEASURE_S=0.001, ON_CPU=(64, 2**8, (1, 1, 32, 16)), ON_DISK=(2**12, 2**16)):
+    with QUICKLY, mock.patch.multiple(bandwidth, ON_CPU=(64, 2**8, (1, 1, 32, 16)), ON_DISK=(2**12, 2**16)):
         return cluster_toml(bandwidth.measured("box", folder))
 
 

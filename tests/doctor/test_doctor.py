@@ -150,7 +150,7 @@ def slow_links():
     found = []
     for seconds, copied in ((1e-3, 20.0), (1e-1, 20.0), (1e-1, 0.5)):
         with (
-            mock.patch.object(ranks, "_seconds", lambda *_, seconds=seconds: seconds),
+            mock.patch.object(ranks, "slowest", lambda *_, seconds=seconds: seconds),
             mock.patch.object(ranks, "_copied_per_second", lambda copied=copied: copied),
         ):
             found.append([each.verdict for each in ranks.transports() if "GB/s" in each.value])

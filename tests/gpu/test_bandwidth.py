@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd.tools.doctor import bandwidth
+from sherd.tools.doctor import bandwidth, ranks
 from sherd.tools.simulate.cluster import cluster_toml, read_cluster
 from tests.gpu.devices import Accelerator
 
@@ -20,7 +20,7 @@ def _fast(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     if accelerator.kind == "cuda":
         return
     monkeypatch.setattr(bandwidth, "ON_DEVICE", SMALL)
-    monkeypatch.setattr(bandwidth, "MEASURE_S", 0.0)
+    monkeypatch.setattr(ranks, "MEASURE_S", 0.0)
 
 
 @pytest.mark.usefixtures("_fast")

@@ -67,11 +67,6 @@ class Rule:
         return replace(self, kind=other.get(self.kind, self.kind), of=self.to, to=self.of)
 
 
-def reversed_rules(rules: Sequence[Rule]) -> list[Rule]:
-    """Returns the rules that undo `rules`. Raises CheckpointError if one cannot be undone."""
-    return [undone for rule in reversed(rules) if (undone := rule.reverse()) is not None]
-
-
 def matcher(pattern: str) -> re.Pattern[str]:
     """Returns the expression that matches the names that `pattern` stands for, with a group for each hole."""
     parts, at = [], 0
@@ -95,7 +90,7 @@ def rules_of(name: str, numbers: Mapping[str, int], reverse: bool = False) -> li
     `numbers` are the values of "$heads" and others in the rules.
 
     Raises:
-        CheckpointError: there is no such file, a rule is malformed, or a number is missing.
+        CheckpointError: there is no such file, a rule is malformed, a number is missing, or a rule cannot be undone.
     """
     entries: Any
     if name in PRESETS:
@@ -111,7 +106,9 @@ def rules_of(name: str, numbers: Mapping[str, int], reverse: bool = False) -> li
     if not isinstance(entries, list | tuple):
         raise CheckpointError(f'{where} has no list called "rules"')
     rules = [_rule(entry, numbers, f"{where}, rule {at + 1}") for at, entry in enumerate(entries)]
-    return reversed_rules(rules) if reverse else rules
+    if reverse:
+        return [undone for rule in reversed(rules) if (undone := rule.reverse()) is not None]
+    return rules
 
 
 def _rule(entry: Any, numbers: Mapping[str, int], where: str) -> Rule:

@@ -242,18 +242,15 @@ class _Unpickler(Unpickler):
             ("torch", "UntypedStorage"): torch.uint8,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_bytes,
-            ("torch._utils", "_rebuild_parameter"): self._parameter,
-            ("torch._utils", "_rebuild_parameter_with_state"): self._parameter,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
             ("torch._tensor", "_rebuild_from_type_v2"): self._subclass,
             ("torch.nn.parameter", "Parameter"): "Parameter",
             ("torch.nn.parameter", "Buffer"): "Buffer",
             ("torch", "Tensor"): "Tensor",
             ("_codecs", "encode"): self._encode,
-            ("builtins", "set"): set,
-            ("builtins", "complex"): complex,
-            ("__builtin__", "set"): set,
-            ("__builtin__", "complex"): complex,
         }
+        names |= {(module, each.__name__): each for module in ("builtins", "__builtin__") for each in (set, complex)}
         names |= {("torch", name): dtype for name, dtype in _STORAGES.items()}
         names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
         super().__init__(file, names, where, stubs)
@@ -285,9 +282,6 @@ class _Unpickler(Unpickler):
                 f"{self._where} has a tensor of {last} elements in a storage of {storage.nbytes} bytes"
             )
         return strided(storage, Spec(dtype_name(dtype, self._where), shape), offset, strides)
-
-    def _parameter(self, data: Lazy, *_: object) -> Lazy:
-        return data
 
     def _subclass(self, rebuild: Any, kind: object, args: tuple[Any, ...], _: object) -> Lazy:
         if kind not in ("Parameter", "Buffer", "Tensor") or rebuild not in (self._tensor, self._tensor_of_bytes):

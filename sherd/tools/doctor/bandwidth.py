@@ -19,11 +19,10 @@ from sherd.policy import CommPolicy
 from sherd.storage.scratch import Scratch
 from sherd.tools.doctor.findings import Finding
 from sherd.tools.doctor.machine import host_memory
-from sherd.tools.doctor.ranks import collective, device
+from sherd.tools.doctor.ranks import collective, device, seconds_of, slowest
 from sherd.tools.simulate.cluster import Cluster, Device, Link, cluster_toml, texts_of
 from sherd.tools.simulate.work import OpKind
 
-MEASURE_S = 0.3  # the seconds for which an operation is repeated; the shortest run counts
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
 ON_DISK = (2**20, 2**24, 2**26)  # bytes of a scratch file
 QUEUED = 200  # small operations in a row
@@ -123,29 +122,6 @@ def _disk(folder: str) -> Link:
 
     with Scratch(folder) as scratch:
         return line_through([2 * nbytes for nbytes in ON_DISK], [seconds(nbytes) for nbytes in ON_DISK])
-
-
-def slowest(call: Callable[[], object], at: torch.device) -> float:
-    """Returns the seconds of `call`: the longest among the ranks' shortest runs. All ranks run at the same time."""
-    call()
-    once: float = max(all_gather_objects(seconds_of(call, at), "times"))
-    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # the same on all ranks, since `call` may be a collective
-    longest: float = max(all_gather_objects(min(seconds_of(call, at) for _ in range(repeated)), "times"))
-    return longest
-
-
-def seconds_of(call: Callable[[], object], at: torch.device) -> float:
-    """Returns the seconds of one run; on an accelerator, between two events on its stream."""
-    if at.type == "cpu":
-        begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
-    first, last = torch.Event(at, enable_timing=True), torch.Event(at, enable_timing=True)
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
 
 
 def _flops(at: torch.device) -> tuple[dict[str, float], float]:

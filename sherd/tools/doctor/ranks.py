@@ -25,7 +25,8 @@ from sherd.tools.doctor.findings import FAILURE, Finding, failed, warned
 from sherd.tools.verify.equivalence import verify_equivalence
 
 SMALL, LARGE = 4 * 2**10, 16 * 2**20  # bytes of the unsharded buffer of a collective
-REPEATED = {SMALL: 20, LARGE: 3}
+MEASURE_S = 0.3  # the seconds for which an operation is repeated; the shortest run counts
+QUICKLY_S = 0.02  # the same for a look at a link
 FAR_BELOW = 20  # ranks of one host share memory: all-gathers have a few times less than a copy
 APART_S = 0.1  # by a larger difference of clocks, lines of two logs appear in the wrong order
 WIDTH = 32
@@ -83,7 +84,8 @@ def transports() -> Iterator[Finding]:
     one_host = len({*all_gather_objects(socket.gethostname(), "the names of hosts")}) == 1
     copied = _copied_per_second() if one_host and device().type == "cpu" else 0.0
     for what in ("all-gather", "reduce-scatter"):
-        seconds = {size: _seconds(usable["auto"], what, size) for size in (SMALL, LARGE)}
+        calls = {size: collective(usable["auto"], what, size, group.size()) for size in (SMALL, LARGE)}
+        seconds = {size: slowest(call, device(), QUICKLY_S) for size, call in calls.items()}
         rate = LARGE * (1 - 1 / group.size()) / seconds[LARGE] / 1e9
         value = f"{seconds[SMALL] * 1e6:,.0f} us for 4 KiB; {rate:.2f} GB/s into each rank for 16 MiB"
         value += f", where a copy has {copied:.2f}" if copied else ""
@@ -95,12 +97,7 @@ def transports() -> Iterator[Finding]:
 def _copied_per_second() -> float:
     """Returns the GB that the slowest rank copies within its memory in a second, while all ranks do."""
     source, target = torch.zeros(LARGE, dtype=torch.uint8), torch.zeros(LARGE, dtype=torch.uint8)
-    begin = time.perf_counter()
-    for _ in range(REPEATED[LARGE]):
-        target.copy_(source)
-    mine = REPEATED[LARGE] * LARGE / (time.perf_counter() - begin) / 1e9
-    rates: list[float] = all_gather_objects(mine, "the speed of copies")
-    return min(rates)
+    return LARGE / slowest(lambda: target.copy_(source), device(), QUICKLY_S) / 1e9
 
 
 def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tuple[str, str]:
@@ -135,23 +132,31 @@ def collective(transport: Transport, what: str, size: int, number: int) -> Calla
     return call
 
 
-def _seconds(transport: Transport, what: str, size: int) -> float:
-    """Returns the slowest rank's seconds of one collective."""
-    call = collective(transport, what, size, dist.get_world_size())
+def slowest(call: Callable[[], object], at: torch.device, measure_s: float | None = None) -> float:
+    """Returns the seconds of `call`: the longest among the ranks' shortest runs. All ranks run at the same time.
 
-    def wait() -> None:
-        if device().type != "cpu":
-            torch.accelerator.synchronize()
-
+    `call` is repeated for `measure_s` seconds; None: for `MEASURE_S`.
+    """
     call()
-    wait()
-    begin = time.perf_counter()
-    for _ in range(REPEATED[size]):
+    once: float = max(all_gather_objects(seconds_of(call, at), "times"))
+    seconds = MEASURE_S if measure_s is None else measure_s
+    repeated = min(max(3, int(seconds / once)), 1000)  # the same on all ranks, since `call` may be a collective
+    longest: float = max(all_gather_objects(min(seconds_of(call, at) for _ in range(repeated)), "times"))
+    return longest
+
+
+def seconds_of(call: Callable[[], object], at: torch.device) -> float:
+    """Returns the seconds of one run; on an accelerator, between two events on its stream."""
+    if at.type == "cpu":
+        begin = time.perf_counter()
         call()
-    wait()
-    mine = (time.perf_counter() - begin) / REPEATED[size]
-    times: list[float] = all_gather_objects(mine, f"the times of {what}")
-    return max(times)
+        return time.perf_counter() - begin
+    first, last = torch.Event(at, enable_timing=True), torch.Event(at, enable_timing=True)
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def clocks() -> Iterator[Finding]:

@@ -9,8 +9,6 @@ from sherd.tools.report.folded import COLORS, WAIT, exposed_wait, is_exposed, ki
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.units import in_bytes, in_seconds
 
-__all__ = ["perfetto", "picture"]
-
 SUFFIXES = (".png", ".svg", ".pdf")
 WORK = "#5b5b5b"
 MICROSECONDS = 1e6

@@ -12,8 +12,6 @@ from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline, most_of
 from sherd.tools.simulate.work import TensorKind
 from sherd.units import in_bytes
 
-__all__ = ["Levels", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest", "titles_of", "top_of"]
-
 OTHER = "other"
 KINDS, PARTS, SPANS = 8, 800, 10_000
 """The most kinds of memory, parts of the step, and spans on a page."""

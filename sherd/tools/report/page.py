@@ -16,8 +16,6 @@ from sherd.units import BYTES, in_bytes, in_seconds
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["page", "require_plotly"]
-
 WORK = {"forward": "#8c8c8c", "recompute": "#6b6b6b", "backward": "#4c4c4c", "optimizer": "#131313"}
 WORK |= {"collectives": "#2f2f2f", "waits": folded.WAIT}
 """The colours of work: greys, which no kind of memory has."""

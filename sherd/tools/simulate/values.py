@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Kind", "above", "at_least", "limited", "one_of", "parsed_toml"]
-
 T = TypeVar("T")
 WANTED = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a string"}
 

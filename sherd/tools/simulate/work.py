@@ -18,8 +18,6 @@ from functools import cached_property
 from itertools import count
 from math import prod
 
-__all__ = ["Keeper", "checkpointed", "scaled"]
-
 
 class OpKind(str, Enum):
     """The kinds of operations, by the bound of their speed."""

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sherd._torch import frames_from, is_users, local_tensor, users_line
+from sherd._torch import frames_from, is_users, users_line
 from sherd.comm import streams
 from sherd.comm.agreement import gathered_along
 from sherd.engine import Runtime, ShardedParameter, Unit
@@ -31,8 +30,7 @@ from sherd.memory.watch import held_by, total
 from sherd.requirements import require_int
 from sherd.schedule.actions import Action, BeforeBackward, EndBackward, Event
 from sherd.schedule.moments import MemoryKind
-
-__all__ = ["CaptureProblem", "CaptureReport", "capturable"]
+from sherd.tensor.ragged import local_part
 
 REMEDIES = {
     "host sync": "read values after the step, from tensors that it leaves: loss.detach(), the norm of clip_grad_norm_",
@@ -303,7 +301,7 @@ class _Watch:
             # What the step has dropped by now is made again in memory of the graph. What is left is added to.
             for name, parameter, gradient in self._gradients:
                 if parameter.grad is gradient:
-                    self._step.facts["address", "", f"gradient of {name}"].add(_local(gradient).data_ptr())
+                    self._step.facts["address", "", f"gradient of {name}"].add(local_part(gradient).data_ptr())
             self._gradients.clear()
 
     def perform(self, action: Action, perform: Callable[[], None]) -> None:
@@ -377,7 +375,7 @@ class _Watch:
         facts, device = self._step.facts, self._device.type
         for unit, what, each in self.lasting():
             if isinstance(each, torch.Tensor) and (each.ndim or each.device.type == device):
-                facts["address", unit, what].add(_local(each).data_ptr())
+                facts["address", unit, what].add(local_part(each).data_ptr())
             elif isinstance(each, torch.Tensor | int | float):
                 facts["host value", unit, what].add(float(each))
         for name, of in zip(self._names, self._runtime.units, strict=True):
@@ -388,10 +386,6 @@ class _Watch:
 
 def _listed(numbers: set[float]) -> str:
     return ", ".join(f"{each:g}" for each in sorted(numbers))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _line(frame: FrameType) -> str:
@@ -438,7 +432,8 @@ class _Trial:
 
     def __init__(self, step: Callable[[], object], watch: _Watch, device: torch.device) -> None:
         self._step, self._device = step, device
-        self._lasting = [(what, _local(each)) for _, what, each in watch.lasting() if isinstance(each, torch.Tensor)]
+        lasting = [(what, each) for _, what, each in watch.lasting() if isinstance(each, torch.Tensor)]
+        self._lasting = [(what, local_part(each).detach()) for what, each in lasting]
         self._random, self._before = torch.cuda.get_rng_state(device), self._values()
 
     def capture(self) -> list[CaptureProblem]:

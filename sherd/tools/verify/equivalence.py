@@ -47,8 +47,6 @@ from sherd.tools.verify.training import (
     train_plain,
 )
 
-__all__ = ["verify_equivalence"]
-
 T = TypeVar("T")
 WHAT = "verify_equivalence"
 TENSOR_FLOAT_32 = 2.0**-10

@@ -13,8 +13,6 @@ from sherd.errors import EquivalenceError
 from sherd.tools.verify.capture import CaptureReport
 from sherd.tools.verify.training import Key, distances
 
-__all__ = ["Difference", "EquivalenceReport"]
-
 KINDS = ("initial parameter", "initial buffer", "forward output", "loss", "gradient", "buffer", "updated parameter")
 """In the order in which a step computes them."""
 
