@@ -721,7 +721,7 @@ class Gradients:
         if self.narrowing is not None:
             between = between.narrowed_by(self.narrowing, "replicas")
         # A transport may have summed in a wider dtype than the one that is to travel. A policy says itself what travels.
-        is_ours = mesh.comm.reductions == (None, None) and user is None
+        is_ours = mesh.comm.reduce is None and mesh.comm.reduce_replicas is None and user is None
         wire = self._shards.form.reduce_dtype if is_ours else reduced.dtype
 
         def run(async_op: bool) -> Pending | None:
