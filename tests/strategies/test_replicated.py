@@ -15,6 +15,7 @@ import sherd
 from sherd import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from sherd._torch import imagined_ranks
 from sherd.api.placements import PRESETS
+from sherd.comm.host.gloo import Gloo
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.comm.transport import SingleCalls
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
@@ -394,6 +395,26 @@ def test_the_peak_of_a_step_is_predicted_with_them(preset, cut, dtype):
         model.zero_grad()
     report = sherd.memory_report(model)
     assert report.predicted_peak == pytest.approx(report.measured_peak, rel=0.02)
+
+
+@on_processes(4)
+def test_sums_travel_between_replicas_in_the_dtype_of_the_reduction_whatever_the_transport_adds_up_in():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sent, plain = [], Gloo.all_reduce
+
+    def noted(self, tensor, async_op):
+        sent.append(tensor.dtype)
+        return plain(self, tensor, async_op)
+
+    for wide in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        precision = MixedPrecisionPolicy(torch.bfloat16, wide)
+        sherd.fully_shard(model, mesh=mesh, mp_policy=precision, comm_policy=CommPolicy("gloo"))
+        with mock.patch.object(Gloo, "all_reduce", noted):
+            model(noise(0, dist.get_rank(), 4, 8)).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+    assert sent == [torch.bfloat16, torch.float32]
 
 
 class LlamaBlock(nn.Module):
