@@ -49,7 +49,7 @@ from sherd.guard.order_check import (
     planned,
     tree_beside,
 )
-from sherd.schedule.actions import Action, Gather, Reduce
+from sherd.schedule.actions import Action, Gather, GatherMore, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
@@ -162,6 +162,9 @@ class DivergenceChecker:
         Raises:
             CommError: a rank has declared meanwhile that ranks diverged; or a rank has died.
         """
+        if action is GatherMore:
+            self._log.go_on(action, unit, carry_out)
+            return  # the other ranks wait for all of it: the next collective raises
         self._log.run(action, unit, carry_out)
         if self._divergence is not None:
             self._raise_divergence(self._divergence)
@@ -288,6 +291,7 @@ class DivergenceChecker:
                 unit.discard()
             else:
                 if unit.live is Live.GATHERING:
+                    unit.gather_more(0)
                     unit.wait()
                 unit.free()
                 unit.gather()

@@ -132,6 +132,11 @@ class CollectiveLog:
             with unit.streams.noting(self._queued):
                 self.run(action, unit, carry_out)
 
+    def go_on(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
+        """Carry out `action`, which queues more of a collective that was started. Raises CommError as `run` does."""
+        with unit.streams.noting(self._queued):
+            self.run(action, unit, carry_out)
+
     def run(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action` on `unit`, by `carry_out()`, which may wait for the other ranks.
 

@@ -113,9 +113,18 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Start the all-gather of the unit's parameters."""
+    """Start the all-gather of the unit's parameters, but those of the last `left` groups: `GatherMore` follows."""
 
     unit: int
+    left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatherMore:
+    """Go on with a `Gather` that has left groups, until `left` are left."""
+
+    unit: int
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,13 @@ class FreeGroup:
 
     unit: int
     group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Copy the gradients of groups of the unit that were freed alone to where a reduction takes them."""
+
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +184,4 @@ class Discard:
     unit: int
 
 
-Action = Gather | Await | Free | FreeGroup | Shrink | Reduce | FinishReduce | Discard
+Action = Gather | GatherMore | Await | Free | FreeGroup | Collect | Shrink | Reduce | FinishReduce | Discard

@@ -6,7 +6,8 @@
     EndForward        free units that were gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start the unit's reduction, once fewer than `reduce_buffers` are in flight
-    GroupPassed       free the group alone, if the unit was called once and is freed after backward
+    GroupPassed       free the group alone, if the unit was called once and is freed after backward; in its place
+                      gather a group of the next unit
     AfterBackward     free the unit, and start its reduction if gradients are left
     EndBackward       free the rest, finish all reductions; the pass teaches the order
 
@@ -29,6 +30,9 @@ Decision = tuple[State, tuple[Action, ...]]
 def decide(state: State, event: Event) -> Decision:
     """Returns the next state, and the actions that lead to it."""
     turn = _Turn(state)
+    if not isinstance(event, do.GroupPassed):
+        # Ranks pass groups at different moments, if they do. Before the next collective all have started the same ones.
+        turn.gather_more()
     match event:
         case do.BeforeForward(unit, recomputing):
             turn.recompute(unit) if recomputing else turn.enter_forward(unit)
@@ -116,7 +120,18 @@ class _Turn:
             order = Order(learnt=self.state.finished.learnt[::-1])
         self.state = replace(self.state, backward=order.after(unit), entered=self.state.entered | {unit})
         if not self.state.limits.after_backward:
+            before = len(self.actions)
             self._prefetch_backward(unit)
+            if unit in self.state.parted:
+                self._gather_in_parts(unit, before)
+
+    def _gather_in_parts(self, unit: int, before: int) -> None:
+        """Have the last gather after the first `before` actions take memory as groups of `unit` free some."""
+        self.state = replace(self.state, parted=self.state.parted - {unit})
+        match self.actions[before:]:
+            case [*_, do.Gather(ahead)] if (spec := self.state.specs[ahead]).num_parts > 1:
+                self.actions[-1] = do.Gather(ahead, min(self.state.specs[unit].num_parts, spec.num_parts) - 1)
+                self.state = replace(self.state, partly=ahead)
 
     def _prefetch_backward(self, unit: int) -> None:
         upcoming = [ahead for ahead in self.state.backward.upcoming() if self.state.specs[ahead].unshard_in_backward]
@@ -158,6 +173,10 @@ class _Turn:
         if is_called_once and self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(do.FreeGroup(unit, group))
             self.state = replace(self.state, passed=self.state.passed | {unit})
+            if group <= 1 < self.state.specs[unit].num_parts:
+                self.state = replace(self.state, parted=self.state.parted | {unit})
+                self.actions.append(do.Collect(unit))
+            self.gather_more(max(group - 1, 0))
 
     def _goes_after_backward(self, unit: int) -> bool:
         """Returns whether `unit` is freed after its backward.
@@ -191,6 +210,12 @@ class _Turn:
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
             self.actions.append(do.Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
+
+    def gather_more(self, left: int = 0) -> None:
+        """Go on with the gather in parts, if there is one, until `left` groups are left."""
+        if (unit := self.state.partly) is not None:
+            self.actions.append(do.GatherMore(unit, min(left, self.state.specs[unit].num_parts - 1)))
+            self.state = replace(self.state, partly=unit if left else None)
 
     def wait(self, unit: int) -> None:
         if self.state.live[unit] is Live.GATHERING:

@@ -4,7 +4,7 @@ A step is a list of moments: the schedule's events, and between them the arrival
 runs the model answers the events, and the effects of its actions on the buffers are added up.
 
     moment            bytes that come                          bytes that go
-    Gather            unsharded, if filled in place; else rows
+    Gather(More)      unsharded, if filled in place; else rows
     Await             unsharded, if copied out of rows         rows
     Shrink            the kept part                            unsharded
     Free                                                       unsharded, rows, the kept part
@@ -105,7 +105,7 @@ class _Group:
         self._is_current = False
 
     def gather(self) -> None:
-        if self._live is Live.UNSHARDED:
+        if self._live in (Live.GATHERING, Live.UNSHARDED):
             return
         sizes, before, self._live = self._sizes, self._live, Live.GATHERING
         if before is Live.SHRUNK:
@@ -183,6 +183,10 @@ class _Group:
         if self._sizes.lane_owns_rows:
             self._copy()
 
+    def collect_passed(self) -> None:
+        if self._live is Live.SHARDED:
+            self.collect()
+
     def reduce(self) -> None:
         self.end_backward()
         if self._rows:
@@ -224,9 +228,11 @@ class _Group:
 
 DO: dict[type[do.Action], Callable[[_Group], None]] = {
     do.Gather: _Group.gather,
+    do.GatherMore: _Group.gather,
     do.Await: _Group.wait,
     do.Free: _Group.free,
     do.FreeGroup: _Group.free,
+    do.Collect: _Group.collect_passed,
     do.Shrink: _Group.shrink,
     do.Reduce: _Group.reduce,
     do.FinishReduce: _Group.finish_reduce,
@@ -324,6 +330,8 @@ class SchedulePlayer:
             groups = self._units[action.unit]
             if isinstance(action, do.FreeGroup):
                 groups = [groups[action.group]]
+            if isinstance(action, do.Gather | do.GatherMore):
+                groups = groups[: len(groups) - action.left]
             if isinstance(action, do.FinishReduce):
                 for group in self._groups:
                     group.land()

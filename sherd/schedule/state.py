@@ -48,6 +48,7 @@ class UnitSpec:
             this unit is.
         forward_prefetch: the units to gather behind this one in forward. None leaves the choice to the learnt order.
         backward_prefetch: the same in backward.
+        num_parts: the number of groups, if they are gathered one by one in backward, as those of the unit before go.
     """
 
     unsharded_bytes: int
@@ -58,6 +59,7 @@ class UnitSpec:
     tied_owners: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class State:
         reducing: the units whose reduction is in flight, oldest first.
         passed: unsharded units of which backward has freed some groups.
         running: the units whose forward is under way.
+        parted: units whose groups went one by one, to the last but one, when backward was in them last.
+        partly: the unit of which some groups are gathered, and others are to follow.
     """
 
     # Not hashed: all states of a step have the same specs, and to hash those of a thousand units takes long.
@@ -138,6 +142,8 @@ class State:
     # in every step. test_groups_that_go_one_by_one_need_no_more_states_than_one_that_goes.
     passed: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
+    parted: frozenset[int] = frozenset()
+    partly: int | None = None
 
     @classmethod
     def at_rest(cls, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> State:

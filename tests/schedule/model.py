@@ -12,6 +12,7 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Collect,
     Discard,
     EndBackward,
     EndForward,
@@ -20,6 +21,7 @@ from sherd.schedule.actions import (
     Free,
     FreeGroup,
     Gather,
+    GatherMore,
     GradientsReady,
     Reduce,
     Shrink,
@@ -63,7 +65,7 @@ class StrictEngine:
     """Carries actions out on integers, and refuses what the real engine could not do.
 
     `needed`: units whose modules are running, or that backward has entered and not left. `passed`: whole ones of which
-    a group was freed.
+    a group was freed. `left`: how many groups of a unit are yet to be gathered.
     """
 
     specs: tuple[UnitSpec, ...]
@@ -71,6 +73,7 @@ class StrictEngine:
     needed: list[int] = field(default_factory=list)
     live: dict[int, Live] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
+    left: dict[int, int] = field(default_factory=dict)
     reducing: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
     reduced: list[int] = field(default_factory=list)
@@ -96,14 +99,24 @@ class StrictEngine:
         unit = action.unit
         live = self.live[unit]
         match action:
-            case Gather():
+            case Gather(left=left):
                 assert live in (Live.SHARDED, Live.SHRUNK) or unit in self.passed, f"{action} while {live}"
+                assert left < self.specs[unit].num_parts
+                assert not any(self.left.values()), "a collective comes between the parts of another"
                 self.passed.discard(unit)
-                self.live[unit] = Live.GATHERING
+                self.live[unit], self.left[unit] = Live.GATHERING, left
+            case GatherMore(left=left):
+                assert live is Live.GATHERING, f"{action} while {live}"
+                assert left <= self.left[unit]
+                self.left[unit] = left
+            case Collect():
+                assert unit in self.passed, f"{action} of a unit of which nothing was freed"
             case Await():
                 assert live is Live.GATHERING, f"{action} while {live}"
+                assert not self.left[unit], f"{action} while some groups are not gathered"
                 self.live[unit] = Live.UNSHARDED
             case Free():
+                assert not self.left.get(unit), f"{action}, and other ranks gather what is left"
                 assert live is not Live.SHARDED, f"{action} while {live}"
                 self.passed.discard(unit)
                 self.live[unit] = Live.SHARDED
@@ -115,6 +128,7 @@ class StrictEngine:
                 self.live[unit] = Live.SHRUNK
             case Reduce():
                 assert unit not in self.reducing, f"{action} while its last reduction is in flight"
+                assert not any(self.left.values()), "a collective comes between the parts of another"
                 self.reducing.add(unit)
                 self.collected.discard(unit)
             case FinishReduce():

@@ -1,6 +1,6 @@
 """The schedule is right for any tree of units, any choices and any sequence of steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def backward_of(call: Call) -> list[Event]:
         again = [BeforeForward(call.unit, recomputing=True), AfterForward(call.unit, recomputing=True)]
     inside = [event for each in reversed(call.inside) for event in backward_of(each)]
     left = [AfterBackward(call.unit)] if call.passes else []
-    passed = [GroupPassed(call.unit, group) for group in range(call.groups)]
+    passed = [GroupPassed(call.unit, group) for group in range(call.groups)][::-1]
     return [*again, BeforeBackward(call.unit), *passed, *inside, GradientsReady(call.unit), *left]
 
 
@@ -80,6 +80,7 @@ def unit_specs() -> st.SearchStrategy[UnitSpec]:
         after_forward=st.sampled_from(Keep),
         reshard_after_backward=st.booleans(),
         reduces=st.booleans(),
+        num_parts=st.integers(1, 3),
     )
 
 
@@ -163,14 +164,16 @@ def test_a_chain_of_equal_units_never_has_more_live_than_its_root_one_block_and_
 
 
 def test_groups_that_go_one_by_one_need_no_more_states_than_one_that_goes():
-    """A layer of experts is a unit of hundreds of groups."""
+    """A layer of experts is a unit of hundreds of groups. Where they are gathered one by one, than three that go."""
     num_states = []
-    for num_groups in (1, 300):
-        engine = StrictEngine(specs(3))
-        events = backward_of(Call(2, (), False, True, num_groups))
-        engine.run([*forward([1, 2]), BeforeBackward(0), *events, EndBackward()] * 2)
-        num_states.append(len(engine.schedule._nodes))
+    for few, num_parts in ((1, 1), (3, 301)):
+        for num_groups in (few, 300):
+            engine = StrictEngine(tuple(replace(spec, num_parts=num_parts) for spec in specs(3)))
+            events = backward_of(Call(2, (), False, True, num_groups))
+            engine.run([*forward([1, 2]), BeforeBackward(0), *events, EndBackward()] * 3)
+            num_states.append(len(engine.schedule._nodes))
     assert num_states[0] == num_states[1]
+    assert num_states[2] == num_states[3]
 
 
 def test_the_graph_of_states_is_dropped_before_a_model_that_never_repeats_fills_the_memory(monkeypatch):

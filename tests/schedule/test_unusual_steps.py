@@ -8,6 +8,7 @@ from sherd.schedule.actions import (
     Await,
     BeforeBackward,
     BeforeForward,
+    Collect,
     Discard,
     EndBackward,
     EndForward,
@@ -15,6 +16,7 @@ from sherd.schedule.actions import (
     Free,
     FreeGroup,
     Gather,
+    GatherMore,
     GradientsReady,
     GroupPassed,
     Reduce,
@@ -94,6 +96,50 @@ def test_a_unit_that_lost_a_group_is_freed_when_backward_ends_though_it_is_to_st
     stays = tuple(replace(spec, reshard_after_backward=False) for spec in schedule.state.specs)
     schedule.move_to(replace(schedule.state, specs=stays))
     assert schedule.on(EndBackward()) == (Free(1),)
+
+
+# Gathers in parts
+
+
+def in_parts(num_parts: int, ahead: int) -> Schedule:
+    """Backward has freed the last unit in `num_parts`, and enters it again; the unit before has `ahead` parts."""
+    root, *blocks = (UnitSpec(100, num_parts=each) for each in (1, ahead, num_parts))
+    schedule = Schedule((replace(root, after_forward=Keep.FOR_BACKWARD), *blocks))
+    entering = [*forward([1, 2]), BeforeBackward(0), BeforeBackward(2)]
+    passed = [GroupPassed(2, group) for group in range(num_parts - 1, 0, -1)]
+    leaving = [AfterBackward(2, True), BeforeBackward(1), AfterBackward(1, True), EndBackward()]
+    answers(schedule, [*entering, *passed, *leaving, *entering])
+    return schedule
+
+
+def test_as_groups_of_a_unit_go_those_of_the_next_are_gathered():
+    for num_parts, ahead, expected in (
+        (3, 3, [[FreeGroup(2, 2), GatherMore(1, 1)], [FreeGroup(2, 1), Collect(2), GatherMore(1)]]),
+        (3, 2, [[FreeGroup(2, 2), GatherMore(1, 1)], [FreeGroup(2, 1), Collect(2), GatherMore(1)]]),
+        (2, 4, [[FreeGroup(2, 1), Collect(2), GatherMore(1)]]),
+        (3, 1, [[FreeGroup(2, 2)], [FreeGroup(2, 1), Collect(2)]]),
+    ):
+        schedule = in_parts(num_parts, ahead)
+        found = [answers(schedule, [GroupPassed(2, group)]) for group in range(num_parts - 1, 0, -1)]
+        assert found == expected, (num_parts, ahead)
+        assert answers(schedule, [AfterBackward(2, True), BeforeBackward(1)]) == [Free(2), Reduce(2), Await(1)]
+
+
+def test_before_any_other_collective_all_groups_are_gathered_whatever_has_passed_on_this_rank():
+    for passed in ([], [GroupPassed(2, 2)]):
+        others = (BeforeBackward(1), Unshard(0), Reset(), EndBackward(), BeforeForward(1, recomputing=True))
+        for event in (AfterBackward(2, True), *others):
+            schedule = in_parts(3, 3)
+            answers(schedule, passed)
+            assert schedule.on(event)[0] == GatherMore(1), (passed, event)
+            assert schedule.state.partly is None
+
+
+def test_a_unit_whose_groups_did_not_pass_gathers_the_next_at_once_in_the_next_backward():
+    schedule = in_parts(3, 3)
+    answers(schedule, [AfterBackward(2, True), BeforeBackward(1), AfterBackward(1, True), EndBackward()])
+    answers(schedule, [*forward([1, 2]), BeforeBackward(0)])
+    assert schedule.on(BeforeBackward(2))[-1] == Gather(1)
 
 
 # More, or less, than one call of each unit

@@ -24,7 +24,7 @@ from sherd.comm.groups import default_group, group_of, is_destroyed
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit, meshes
 from sherd.errors import MeshError, PolicyError
-from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
+from sherd.schedule.actions import Action, Await, FinishReduce, Gather, GatherMore, Reduce
 
 PLUG_INS = {"error": "sherd.guard", "join": "sherd.uneven"}
 """By `CommPolicy.divergence`: the package whose `make_monitor(parent, ranks, mesh)` makes the monitor of a mesh, or
@@ -48,7 +48,7 @@ class CollectiveMonitor(Protocol):
         """Carry out `action`, a collective of `unit`, when all ranks do."""
 
     def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
-        """Carry out `action`, which may wait for the other ranks."""
+        """Carry out `action`, which may wait for the other ranks; a `GatherMore` is a part of what all have started."""
 
     def calls(self, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
         """Returns a context for a collective of all ranks outside of units; see `sherd.comm.failures.announced`."""
@@ -193,9 +193,9 @@ def monitored(
 ) -> Callable[[], None]:
     """Returns `carry_out`, the call that carries out `action` on `unit`, under `monitor` if other ranks take part."""
     action_type = type(action)
-    if monitor is None or action_type not in (Gather, Reduce, Await, FinishReduce):
+    if monitor is None or action_type not in (Gather, GatherMore, Reduce, Await, FinishReduce):
         return carry_out
-    if action_type in (Await, FinishReduce):
+    if action_type in (GatherMore, Await, FinishReduce):
         return partial(monitor.waits, action_type, unit, carry_out)
     is_alone = not unit.parameters or (action_type is Gather and not unit.gathers)
     return carry_out if is_alone else partial(monitor.starts, action_type, unit, carry_out)

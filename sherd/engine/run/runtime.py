@@ -600,6 +600,7 @@ class Runtime(UnitRuntime):
             tied_owners=tuple(self._index[owner.id] for owner in unit.tied_owners if owner.id in self._index),
             forward_prefetch=self._indices(policy.forward_prefetch),
             backward_prefetch=self._indices(policy.backward_prefetch),
+            num_parts=unit.num_parts,
         )
 
     def _indices(self, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -30,6 +30,7 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     do.Gather: Unit.gather,
     do.Await: Unit.wait,
     do.Free: Unit.free,
+    do.Collect: Unit.collect,
     do.Shrink: Unit.shrink,
     do.Reduce: Unit.reduce,
     do.FinishReduce: Unit.finish_reduce,
@@ -43,6 +44,10 @@ def bound(action: Action, unit: Unit) -> Callable[[], None]:
     if isinstance(action, do.FreeGroup):
         group = action.group
         return lambda: unit.weights[group].free(unit.policy.keeps_storage)
+    if isinstance(action, do.GatherMore):
+        return partial(unit.gather_more, action.left)
+    if isinstance(action, do.Gather) and action.left:
+        return partial(unit.gather_but, action.left)
     return partial(DO[type(action)], unit)
 
 

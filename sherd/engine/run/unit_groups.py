@@ -54,6 +54,7 @@ class UnitGroups(ABC):
         gathers: some parameters are sharded over several ranks.
         keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
         is_on_all_ranks: each rank of the mesh holds elements of the unit.
+        num_parts: the number of groups, if backward gathers them one by one, as those of another unit go; else 1.
         arriving: the copies to host memory of gradients that shards have already.
         updating: the step of the shards that a thread makes; None once it was waited for.
         late: such a step whose values gathers are to read after the next step only, from copies that are renewed then.
@@ -140,6 +141,11 @@ class UnitGroups(ABC):
         self.compared.have_replicas(any(group.mesh.holds_copies for group in groups))
         sizes = [group.sizes for group in groups if group.mesh is self.mesh]
         are_copied = any(group.is_one_piece and group.shard_numel for group in groups)
+        # A part costs a call, and begins later. So it is for units with shards in host memory: what is unsharded is the
+        # most that they have on the device. A unit around others passes its groups before and after all of theirs, and
+        # ranks that join others gather all groups at once.
+        is_in_parts = self.place.is_elsewhere and not self.surrounds and self.mesh.comm.divergence != "join"
+        self.num_parts = len(self.weights) if is_in_parts else 1
         self.is_on_all_ranks = are_copied or (bool(sizes) and all(map(any, zip(*sizes, strict=True))))
 
     def _grouping(self) -> tuple[bool, bool]:
@@ -226,8 +232,8 @@ class UnitGroups(ABC):
             self.await_update()
         user = self.policy.all_gather
         for number, weights in enumerate(self.weights):
-            if number in but or weights.live is Live.UNSHARDED:
-                continue  # other groups of the unit were freed alone
+            if number in but or weights.live in (Live.GATHERING, Live.UNSHARDED):
+                continue  # other groups of the unit were freed alone, or are gathered later
             precisely = in_full_precision
             if precisely is None:
                 precisely = self.precision.full_precision_in_eval and self.in_full_precision
@@ -240,6 +246,15 @@ class UnitGroups(ABC):
             if user is not None and not mesh.only_sums:
                 transport = UsersCollectives(user, mesh.shard_group)
             weights.gather(transport, precisely)
+
+    def gather_but(self, left: int) -> None:
+        """Start the all-gathers of all groups but the last `left`, and of the first group in any case."""
+        self.gather(but=range(max(len(self.weights) - left, 1), len(self.weights)))
+
+    def gather_more(self, left: int) -> None:
+        """Go on with a gather that has left groups, until `left` are left."""
+        if self.live is Live.GATHERING:  # else an error came in between, and freed what was gathered
+            self.gather_but(left)
 
     def wait(self) -> None:
         """Wait for the all-gathers, and show unsharded parameters."""
@@ -255,6 +270,12 @@ class UnitGroups(ABC):
         keeps_storage = self.policy.keeps_storage
         for weights in self.weights:
             weights.free(keeps_storage)
+
+    def collect(self) -> None:
+        """Copy the gradients of groups that were freed alone into rows, before those of the last group come."""
+        for weights, gradients in zip(self.weights, self.gradients, strict=True):
+            if weights.live is Live.SHARDED:
+                gradients.collect()
 
     def shrink(self) -> None:
         """Show shards, and keep a part of the unsharded parameters for the smaller mesh."""

@@ -8,9 +8,9 @@ A large unit on a device with streams is cut into parts of neighbouring paramete
     in backward                                       freed            3rd       2nd   1st
 
 Backward comes to the parts from the last to the first. A part's unsharded parameters are freed once its gradients are
-there, so that not all parameters and all gradients of the unit are in memory together. Small tensors (norms, biases)
-share the first part, whose gradients come last: a norm that is registered behind the weights, and used before them,
-would keep its part in memory.
+there, so that not all parameters and all gradients of the unit are in memory together. If shards rest in host memory, a
+part of the next unit is gathered in its place. Small tensors (norms, biases) share the first part, whose gradients come
+last: a norm that is registered behind the weights, and used before them, would keep its part in memory.
 """
 
 from __future__ import annotations

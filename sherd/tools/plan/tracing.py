@@ -52,6 +52,7 @@ class _Label:
 
 LABELS = {
     do.Gather: ("gather", Lane.GATHER),
+    do.GatherMore: ("gather", Lane.GATHER),
     do.Await: ("gather", Lane.GATHER),
     do.Reduce: ("reduce", Lane.REDUCE),
     do.FinishReduce: ("reduce", Lane.REDUCE),
@@ -295,8 +296,10 @@ class StepRecorder:
         if isinstance(action, do.FinishReduce) and all_reduced:
             return _Label("all-reduce", action.unit, Lane.ALL_REDUCE, all_reduced)
         nbytes = 0
-        if isinstance(action, do.Gather):
-            nbytes = sum(of_group.gathered for of_group in traffic)
+        if isinstance(action, do.Gather | do.GatherMore):
+            waiting = [of.live is Live.SHARDED for of in unit.weights]
+            begins = zip(traffic[: len(traffic) - action.left], waiting, strict=False)
+            nbytes = sum(of_group.gathered for of_group, waits in begins if waits)
         elif isinstance(action, do.Reduce):
             nbytes = sum(of_group.reduced for of_group in traffic)
         return _Label(name, action.unit, lane, nbytes)

@@ -1,7 +1,7 @@
 """A simulated step of a sharded model: the schedule answers each moment, a clock and a memory meter carry out actions.
 
     action            clock                                                              memory
-    Gather            an all-gather is queued on its lane                                `schedule/forecast.py`
+    Gather(More)      an all-gather is queued on its lane                                `schedule/forecast.py`
     Await             compute waits for it, and copies out of rows if there are any
     Free, Shrink      later all-gathers follow what compute has queued until now
     Reduce            gradients are copied into rows; a reduce-scatter is queued,
@@ -153,6 +153,8 @@ class _Player:
         self.clock = Clock(self._costs)
         self.meter.begin_step()
         self._gathered = [0.0] * len(self._sharded.units)
+        self._num_begun = [0] * len(self._sharded.units)
+        """The groups of a unit of which a gather in parts has begun."""
         self._reduced = [0.0] * len(self._sharded.units)
         self._landed = [0.0] * len(self._sharded.units)
         """The time when the last reduced gradient of a unit is in host memory."""
@@ -356,8 +358,10 @@ class _Player:
 
     def _carry_out(self, action: do.Action) -> None:
         match action:
-            case do.Gather(unit):
-                self._gather(unit)
+            case do.Gather(unit, left):
+                self._gather(unit, 0, left)
+            case do.GatherMore(unit, left):
+                self._gather(unit, self._num_begun[unit], left)
             case do.Await(unit):
                 self._await(unit)
             case do.Free() | do.FreeGroup() | do.Shrink():
@@ -372,11 +376,13 @@ class _Player:
             case do.Discard():
                 pass
 
-    def _gather(self, unit: int) -> None:
+    def _gather(self, unit: int, first: int, left: int) -> None:
+        """Gather the groups of `unit` from number `first` on, but the last `left`."""
         if not self._costs.overlaps:
             return
         of_unit = self._sharded.units[unit]
-        for traffic in of_unit.traffic:
+        self._num_begun[unit] = max(first, len(of_unit.traffic) - left)
+        for traffic in of_unit.traffic[first : self._num_begun[unit]]:
             fetched = 0.0
             if of_unit.steps_on_host and unit not in self._fetched:
                 seconds = self._costs.from_host(traffic.owned, isinstance(of_unit.offload.parameters, Disk))
@@ -386,8 +392,9 @@ class _Player:
             self._gathered[unit] = self.clock.start(
                 Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
             )
-        self._fetched |= {unit} if of_unit.keeps_copies else set()
-        self._encoded.add(unit)
+        if not left:
+            self._fetched |= {unit} if of_unit.keeps_copies else set()
+            self._encoded.add(unit)
 
     def _encoding(self, unit: int, traffic: Traffic) -> Touched:
         return UNTOUCHED if unit in self._encoded else traffic.encoding
