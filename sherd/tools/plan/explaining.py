@@ -220,7 +220,9 @@ def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, report: MemoryR
     parts = {"parameters": parameters, "gradients": gradients, "optimizer state": states, "masters": masters}
     yield f"  {', '.join(f'{in_bytes(nbytes)} of {name}' for name, nbytes in parts.items() if nbytes)}"
     if mesh.device.type != "cpu":
-        yield "  the cheapest change: offload_policy=CPUOffloadPolicy(), which keeps them in host memory"
+        has_masters = any(group.masters is not None for group in groups)
+        policy = "OffloadPolicy(parameters='host', masters='host')" if has_masters else "CPUOffloadPolicy()"
+        yield f"  the cheapest change: offload_policy={policy}, which keeps them in host memory"
     else:
         least = -(-total * mesh.num_shards // limit)
         yield f"  the cheapest change: shard over {least} ranks at least; now there are {mesh.num_shards} to shard over"
