@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sherd.engine.make.build import make_unit as make_unit
     from sherd.engine.make.copying import deep_copied as deep_copied
     from sherd.engine.make.sharding import ShardingRequest as ShardingRequest
-    from sherd.engine.moves.offload import saved_on_host as saved_on_host
     from sherd.engine.run.hooks import BoundForward as BoundForward
     from sherd.engine.run.runtime import Runtime as Runtime
     from sherd.engine.run.sharded_access import met_a_shard as met_a_shard
@@ -48,7 +47,6 @@ _HOMES = {
     "deep_copied": "make.copying",
     "make_unit": "make.build",
     "met_a_shard": "run.sharded_access",
-    "saved_on_host": "moves.offload",
     "sizes_of": "run.sizes",
     "watcher": "state.optimizers",
 }

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine import Group, Runtime, Unit, saved_on_host, sizes_of, watcher
+from sherd.engine import Group, Runtime, Unit, sizes_of, watcher
 from sherd.errors import ModuleError
 from sherd.memory import watch
 from sherd.policy import Disk
@@ -122,7 +122,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     always, host = lasting.total(), ()
     if device.type != "cpu":
         on_host, on_disk = _lasting(units, optimizer, cpu)
-        on_host[None, MemoryKind.SAVED] += saved_on_host(device)
+        on_host[None, MemoryKind.SAVED] += Unit.saved_bytes(device)
         present = _present(units, cpu)
         host = _rows(names, present, present | _stored_gradients(units), on_host)
     return MemoryReport(

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 import sherd
-from sherd import Disk, OffloadPolicy, fully_shard
+from sherd import CPUOffloadPolicy, Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.optim import chunks
@@ -218,6 +218,13 @@ def test_a_folder_that_cannot_be_used_is_refused_when_units_are_made(tmp_path):
     one_line(PolicyError, partial(OffloadPolicy, optimizer=torch.zeros(2).numpy()))
     for path in ("", "a\0b", tmp_path):
         assert "a str" in one_line(PolicyTypeError, Disk, path)
+    assert "no such user" in one_line(PolicyError, Disk, "~a user of another host/scratch")
+    for given in ("host", Disk("/scratch")):
+        for policy in (OffloadPolicy, CPUOffloadPolicy):
+            assert "name what rests there" in one_line(PolicyTypeError, policy, given)
+    for share in ("half", None, True):
+        one_line(PolicyTypeError, partial(OffloadPolicy, share=share))
+    one_line(PolicyError, partial(OffloadPolicy, share=float("nan")))
 
 
 @on_threads(2)

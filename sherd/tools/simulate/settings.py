@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
+from sherd.errors import PolicyError
 from sherd.policy import CODECS, CommPolicy, CPUOffloadPolicy, Disk, OffloadPolicy, Reduction
 from sherd.tools.simulate.values import Kind, at_least, limited, one_of
 
@@ -103,6 +105,15 @@ def parts_of_offload(value: str) -> tuple[str, float, str]:
     match = _OFFLOAD.fullmatch(value)
     assert match is not None, "values of settings are checked"
     return match[1], 1.0 if match[2] is None else float(match[2]), match[3] or ""
+
+
+def _is_offload(value: str) -> bool:
+    if not _OFFLOAD.fullmatch(value) or value.startswith("nothing@"):
+        return False
+    with suppress(PolicyError):  # a folder of a user who is unknown
+        offload_policy(value)
+        return True
+    return False
 
 
 def offload_policy(value: str) -> OffloadPolicy:
@@ -236,7 +247,7 @@ class Settings:
         Kind(
             str,
             f"one of {', '.join(OFFLOADS)}; :SHARE of it; @FOLDER of a disk for state: state:0.5@/scratch",
-            lambda value: bool(_OFFLOAD.fullmatch(value)) and not value.startswith("nothing@"),
+            _is_offload,
             others={"true": "everything", "yes": "everything", "false": "nothing", "no": "nothing"},
         ),
         words=_offload_in_words,
