@@ -93,7 +93,7 @@ def explained(policy: OffloadPolicy, folder: str) -> tuple[str, dict[str, Counte
             optimizer.zero_grad()
     report = sherd.memory_report(model, optimizer)
     (note,) = raised.value.__notes__
-    saved = sum(row.now for row in report.host if row.kind == "activations")
+    saved = sum(row.now for row in report.host if row.kind == "saved activations")
     return note, counted(model, optimizer, Disk(folder)), saved
 
 
@@ -118,7 +118,7 @@ def test_an_error_says_where_each_kind_of_state_rests(axis, sim_world, tmp_path)
     for note, by_place, saved in found:
         assert "no more can be said" not in note
         if saved:
-            by_place["in host memory"]["activations"] = saved
+            by_place["in host memory"]["saved activations"] = saved
         assert bool(saved) == (axis == "activations")
         for where in ("in host memory", "on disks"):
             assert said(note, where) == {kind: in_bytes(nbytes) for kind, nbytes in by_place[where].items()}, note

@@ -33,6 +33,7 @@ FIXED |= {"checkpointing": False, "micro_batch": 2}
 OPTIMIZERS = {
     "sgd-momentum": lambda model: optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
     "adamw-fused": lambda model: optim.AdamW(model.parameters(), fused=True),
+    "muon": lambda model: sherd.Muon(model),
 }
 
 
@@ -155,6 +156,20 @@ def test_more_of_a_kind_on_the_host_is_less_on_the_device_under_the_wrapper(word
     require_steady(offloads, found)
     nothing, none, *_ = found
     assert word == "masters" or none == nothing
+
+
+def test_the_state_of_muon_comes_for_its_step_and_goes_back_as_planned(sim_world):
+    headers = 2 << 10  # of what travels, and counts of steps
+    for num_ranks in (1, 2):
+        offloads = ["nothing", "state:0.5", "state"]
+        said = [planned(each, "muon", num_ranks) for each in offloads]
+        found = sim_world(num_ranks, spoil="no", races="off").run(all_counted, offloads, "muon").values[0]
+        for offload, (rest, step, host, _), each in zip(offloads, said, found, strict=True):
+            assert abs(each["rest"] - rest) <= headers, offload
+            assert abs(each["step"] - step) <= headers, offload
+            assert abs(each["host in step"] - host) <= SCALARS, offload
+        assert [rest for rest, *_ in said] == sorted((rest for rest, *_ in said), reverse=True)
+        assert [seconds for *_, seconds in said] == sorted(seconds for *_, seconds in said)
 
 
 def reported_and_taken(offload: str) -> tuple[int, int, str]:

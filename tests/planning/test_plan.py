@@ -334,7 +334,7 @@ REFUSED = [
     ({"offload": "nothing@/scratch"}, "expected one of nothing, state"),
     ({"offload": "state@/scratch"}, r"^plan\(offload='state@/scratch'\): the cluster's file has no \[disk\]"),
     ({"offload": "masters", "compute_dtype": None}, "masters are of weights that compute in bfloat16"),
-    ({"offload": "state", "optimizer": "muon"}, "shards of muon in host memory are not planned"),
+    ({"offload": "step", "optimizer": "muon"}, "of muon only state elsewhere is planned"),
     ({"prefetch": -1}, "prefetch"),
     ({"depth": 2}, "no setting 'depth'"),
     ({"optimizer": "lion"}, "adamw-fused"),
