@@ -236,7 +236,7 @@ class _Player:
         self._step_matrices()
         if not optimizer.is_muon:
             self._step_in_chunks(units)
-        near = [unit for unit in units if not (unit.steps_on_host or unit.is_chunked and not optimizer.is_muon)]
+        near = [unit for unit in units if not (unit.steps_on_host or (unit.is_chunked and not optimizer.is_muon))]
         temporary = optimizer.temporary_bytes(near)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
         touched, num_touched = optimizer.touched(near), optimizer.accesses * sum(len(each.stepped) for each in near)
@@ -263,7 +263,7 @@ class _Player:
             self._stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
 
     def _bring_all(self, units: Sequence[SimulatedUnit]) -> list[tuple[int, int, bool]]:
-        """Bring all state that rests elsewhere, as for `Muon`. Returns each unit of it, its bytes, and "from a disk"."""
+        """Bring all state that rests elsewhere. Returns each unit that has some, the bytes, and whether from a disk."""
         brought, came = [], 0.0
         self.clock.follow_compute(Lane.COPY)
         for number, unit in enumerate(units):
