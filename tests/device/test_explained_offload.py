@@ -117,6 +117,7 @@ def test_an_error_says_where_each_kind_of_state_rests(axis, sim_world, tmp_path)
     found = sim_world(2, spoil="no", races="off").run(explained, policy, disk.path).values
     for note, by_place, saved in found:
         assert "no more can be said" not in note
+        assert (", optimizer state on a disk" in note) == (axis == "half on a disk"), note
         if saved:
             by_place["in host memory"]["saved activations"] = saved
         assert bool(saved) == (axis == "activations")

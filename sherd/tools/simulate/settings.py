@@ -128,12 +128,16 @@ def offload_policy(value: str) -> OffloadPolicy:
 def nearest_offload(policies: Iterable[tuple[OffloadPolicy, int]]) -> str:
     """Returns the value of `offload` for units with these policies, each with its bytes."""
     of_axes: Counter[tuple[bool, ...]] = Counter()
+    folder = ""
     for policy, nbytes in policies:
         of_axes[_axes(policy)] += nbytes
+        for place in (policy.optimizer, policy.masters):
+            folder = f"@{place.path}" if isinstance(place, Disk) else folder
     words = {_axes(policy): word for word, (policy, _) in OFFLOADS.items()}
     (most, nbytes), *_ = Counter({axes: of_axes[axes] for axes in of_axes if any(axes)}).most_common(1) or [((), 0)]
     share = nbytes / max(1, of_axes.total())
-    return words.get(most, "nothing") + (f":{share:.2f}" if 0 < share < 1 else "")
+    word = words.get(most, "nothing")
+    return word + (f":{share:.2f}" if 0 < share < 1 else "") + folder * (word != "nothing")
 
 
 def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
@@ -144,7 +148,10 @@ def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
 def _offload_in_words(value: str) -> str:
     what, share, folder = parts_of_offload(value)
     of = "" if share in (0.0, 1.0) else f" ({share:.0%})"
-    return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{', state on a disk' * bool(folder)}"
+    words = OFFLOADS[what if share else "nothing"][1]
+    if folder and what in ("state", "masters"):
+        return f"{words.replace('in host memory', 'on a disk').replace('on the host', 'on a disk')}{of}"
+    return f"{words}{of}{', state on a disk' * bool(folder)}"
 
 
 FORMATS: dict[str, tuple[str, ...]] = {
