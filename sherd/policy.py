@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from os.path import expanduser
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sherd.errors import PolicyError, PolicyTypeError
@@ -100,7 +101,7 @@ class Disk:
             `~` is the user's home.
 
     Raises:
-        PolicyTypeError: `path` is no str, or empty.
+        PolicyTypeError: `path` is no str, or empty. PolicyError: it begins with the `~` of a user who is unknown.
     """
 
     path: str
@@ -108,6 +109,8 @@ class Disk:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path or "\0" in self.path:
             raise PolicyTypeError(f"Disk(path={self.path!r}): expected the path of a folder, a str")
+        if expanduser(self.path).startswith("~"):
+            raise PolicyError(f"Disk(path={self.path!r}): this host has no such user; give the folder without ~")
 
 
 Place = Literal["device", "host"] | Disk
@@ -142,6 +145,7 @@ class OffloadPolicy:
 
     Raises:
         PolicyError: no such place; or something would rest nearer than the gradients, where the step is.
+        PolicyTypeError: `share` is no number, `pin_memory` no bool.
     """
 
     parameters: Place = field(default="device", kw_only=True)
@@ -164,6 +168,8 @@ class OffloadPolicy:
             if isinstance(getattr(self, name), Disk):
                 raise PolicyError(f"{kind}({name}={getattr(self, name)!r}): {name} do not rest on a disk; {instead}")
         require_number(f"{kind}(share={{}})", self.share, 0.0, 1.0)
+        if isinstance(self.pin_memory, str | Disk):
+            raise PolicyTypeError(f"{kind}({self.pin_memory!r}): name what rests there, as in optimizer='host'")
         require_bool(f"{kind}(pin_memory={{}})", self.pin_memory)
         step = self.step_place
         if step == "device" and self.parameters != "device":

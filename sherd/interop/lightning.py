@@ -44,7 +44,7 @@ from sherd.engine import Unit, watcher
 from sherd.errors import CheckpointError, ModuleError, NoCheckpointError, PolicyError, StateError, UnsupportedError
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.interop.packages import require_tried, take_rank0s_values
-from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from sherd.policy import MixedPrecisionPolicy, OffloadPolicy
 from sherd.requirements import require_number
 from sherd.wrap import ModuleWrapPolicy, WrapPolicy
 from sherd.wrap.names import plain_name
@@ -140,8 +140,8 @@ class _Sharding:
             fully_shard(module, **options)
         else:
             auto_shard(module, self._policy, **options)
-        offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
-        self._give_values(module, torch.device("cpu") if offloads else self.root_device)
+        offload = options.get("offload_policy", OffloadPolicy())
+        self._give_values(module, torch.device("cpu") if offload.step_place == "host" else self.root_device)
         for metric in metrics.values():
             metric.to(self.root_device)
         _update_properties(module, device=self.root_device)

@@ -54,8 +54,8 @@ class MemoryReport:
         predicted_moment: the moment of that peak, in words.
         measured_peak: the most bytes at once that the last `track_memory` saw in this model. None: it was not used.
         measured_moment: the moment of that peak, in words.
-        host: the bytes in host memory: `at_peak` with the gradients of a step. Allocators of pinned memory may round
-            them up, torch's to powers of two.
+        host: the bytes in host memory: `at_peak` with the gradients of a step, and what units have saved there for
+            backward so far. Allocators of pinned memory may round them up, torch's to powers of two.
         disk: the bytes on disks.
     """
 
@@ -116,18 +116,24 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     names = names_of(model, units)
     predicted = forecast_for(model, units, unsynced_batches, _in_flight(units, optimizer))
     measured = watch.last_peak(units)
-    lasting = _lasting(units, optimizer, unit.mesh.device)
+    device, cpu = unit.mesh.device, torch.device("cpu")
+    lasting, on_disk = _lasting(units, optimizer, device)
     lasting[None, MemoryKind.TRANSPORT] += watch.staging_bytes(units)
     always = lasting.total()
-    host, disk = ((), ()) if unit.mesh.device.type == "cpu" else _elsewhere(units, names, optimizer)
+    host: tuple[MemoryRow, ...] = ()
+    if device.type != "cpu":
+        on_host, on_disk = _lasting(units, optimizer, cpu)
+        on_host[None, MemoryKind.SAVED] += Unit.saved_bytes(device)
+        present = _present(units, cpu)
+        host = _rows(names, present, present | _stored_gradients(units), on_host)
     return MemoryReport(
-        _rows(names, _present(units, unit.mesh.device), predicted.parts, lasting),
+        _rows(names, _present(units, device), predicted.parts, lasting),
         predicted.peak + always,
         in_words(predicted.moment, names),
         None if measured is None else measured.peak + always,
         None if measured is None else in_words(measured.moment, names),
         host,
-        disk,
+        _rows(names, {}, {}, on_disk),
     )
 
 
@@ -212,10 +218,13 @@ Bytes = Counter[tuple[int | None, MemoryKind]]
 """Bytes by kind and the number of a unit, None for memory outside of units."""
 
 
-def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.device) -> Bytes:
-    """Returns the bytes of optimizer state and masters on `device`, which stay allocated throughout a step."""
+def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.device) -> tuple[Bytes, Bytes]:
+    """Returns the bytes of optimizer state and masters on `device`, which stay allocated throughout a step.
+
+    And, for the host, those of them that are maps of files on disks.
+    """
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
-    lasting: Bytes = Counter()
+    lasting, on_disk = Bytes(), Bytes()
     if optimizer is not None:
         for owner, held in watch.held_by_optimizer(optimizer.state, device).items():
             lasting[numbers.get(owner), MemoryKind.OPTIMIZER] += watch.total(held)
@@ -223,7 +232,10 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.d
         masters = [each for weights in unit.weights if (each := weights.group.masters) is not None]
         bits = [(MemoryKind.MASTERS, part) for each in masters for part in (each.low, each.carries)]
         lasting[number, MemoryKind.MASTERS] += watch.total(watch.alive(bits, device))
-    return lasting
+        for kind, place in ((MemoryKind.OPTIMIZER, unit.place.state), (MemoryKind.MASTERS, unit.place.masters)):
+            if isinstance(place, Disk) and device.type == "cpu":
+                on_disk[number, kind] = lasting.pop((number, kind), 0)
+    return lasting, on_disk
 
 
 def _present(units: Sequence[Unit], device: torch.device) -> dict[tuple[int, MemoryKind], int]:
@@ -234,20 +246,13 @@ def _present(units: Sequence[Unit], device: torch.device) -> dict[tuple[int, Mem
     }
 
 
-def _elsewhere(
-    units: Sequence[Unit], names: Sequence[str], optimizer: Optimizer | None
-) -> tuple[tuple[MemoryRow, ...], tuple[MemoryRow, ...]]:
-    """Returns the rows of what rests in host memory, and on disks."""
-    cpu, on_disk = torch.device("cpu"), Counter[tuple[int | None, MemoryKind]]()
-    lasting, present = _lasting(units, optimizer, cpu), _present(units, cpu)
-    in_step = dict(present)
-    for number, unit in enumerate(units):
-        for kind, place in ((MemoryKind.OPTIMIZER, unit.place.state), (MemoryKind.MASTERS, unit.place.masters)):
-            if isinstance(place, Disk):
-                on_disk[number, kind] = lasting.pop((number, kind), 0)
-        of_groups = [each.gradients for each in sizes_of(unit) if each.is_offloaded and each.arriving]
-        in_step[number, MemoryKind.GRADIENTS] = sum(of_groups)
-    return _rows(names, present, in_step, lasting), _rows(names, {}, {}, on_disk)
+def _stored_gradients(units: Sequence[Unit]) -> dict[tuple[int, MemoryKind], int]:
+    """Returns the bytes of gradients in host memory at the end of a backward."""
+    sizes = {
+        number: sum(each.gradients for each in sizes_of(unit) if each.is_offloaded and each.arriving)
+        for number, unit in enumerate(units)
+    }
+    return {(number, MemoryKind.GRADIENTS): nbytes for number, nbytes in sizes.items()}
 
 
 def _rows(

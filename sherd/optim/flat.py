@@ -185,6 +185,8 @@ class Stepper:
         """Step the spans; `in_chunks`, if state rests elsewhere: else it was brought already."""
         self.ready(optimizer)
         self.compute(optimizer, in_chunks)
+        if self._brought and not in_chunks:
+            self._local, self._chunks = None, []  # of state that goes back: test_planned_bytes_are_those_counted
 
     def ready(self, optimizer: Optimizer) -> bool:
         """Take the gradients, and make spans where they differ. Returns False if shards must be stepped themselves."""

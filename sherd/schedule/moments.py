@@ -36,6 +36,8 @@ class MemoryKind(str, Enum):
     OPTIMIZER = "optimizer state"
     MASTERS = "masters"
     """The bits that make bfloat16 shards exact float32 masters."""
+    SAVED = "saved activations"
+    """Buffers in host memory for what units save for backward."""
     IN_FLIGHT = "state in flight"
     """Optimizer state and masters that rest elsewhere, while they are where the optimizer steps."""
 

@@ -401,10 +401,10 @@ def test_trainings_under_the_policies_are_verified_as_the_plain_one(sim_world):
         assert sim_world(2).run(verified, axis).values == [""] * 2, axis
 
 
-def keeps_from_capture(axis: str) -> str:
+def keeps_from_capture(policy: OffloadPolicy) -> str:
     """What `capturable` says of a training under a policy."""
-    model = model_of(POLICIES[axis])
-    optimizer = optim.AdamW(model.parameters(), capturable=POLICIES[axis].step_place == "device")
+    model = model_of(policy)
+    optimizer = optim.AdamW(model.parameters(), capturable=policy.step_place == "device")
     x = noise(0, torch.distributed.get_rank(), 3, WIDTH).to("sim")
 
     def step() -> None:
@@ -416,8 +416,17 @@ def keeps_from_capture(axis: str) -> str:
     return str(report)
 
 
-def test_what_keeps_a_step_with_offload_from_being_captured_is_named(sim_world):
-    said = {axis: set(sim_world(2).run(keeps_from_capture, axis).values) for axis in ("step", "everything", "state")}
-    for axis in ("step", "everything"):
-        assert all("steps in host memory, for which the host waits" in each for each in said[axis]), axis
-    assert all("has not waited for what its reduce lane does" in each for each in said["state"])
+def test_what_keeps_a_step_with_offload_from_being_captured_is_named_with_its_axis(sim_world, tmp_path):
+    on_disk = OffloadPolicy(optimizer=Disk(str(tmp_path)))
+    named = {
+        AXES["step"]: "OffloadPolicy(gradients='host') steps in host memory, for which the host waits",
+        AXES["everything"]: "OffloadPolicy(parameters='host'), as CPUOffloadPolicy() has it, steps in host memory",
+        POLICIES["half of everything"]: "OffloadPolicy(parameters='host'), as CPUOffloadPolicy() has it, steps in",
+        AXES["state, pageable"]: "OffloadPolicy(optimizer='host', pin_memory=False): the host waits for each copy",
+        on_disk: f"OffloadPolicy(optimizer=Disk(path={str(tmp_path)!r})) reads and writes files",
+        AXES["state"]: "has not waited for what its reduce lane does",
+    }
+    for policy, words in named.items():
+        for said in sim_world(2).run(keeps_from_capture, policy).values:
+            assert words in said, said
+            assert ("CPUOffloadPolicy" in said) == (policy.parameters == "host"), said

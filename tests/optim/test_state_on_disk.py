@@ -16,7 +16,7 @@ import torch
 from torch import nn, optim
 
 import sherd
-from sherd import Disk, OffloadPolicy, fully_shard
+from sherd import CPUOffloadPolicy, Disk, OffloadPolicy, fully_shard
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError, ScratchError
 from sherd.on_disk import DiskVectors, vectors_on
@@ -223,3 +223,23 @@ def test_a_folder_that_cannot_be_used_is_refused_when_units_are_made(tmp_path):
     one_line(PolicyError, partial(OffloadPolicy, optimizer=torch.zeros(2).numpy()))
     for path in ("", "a\0b", tmp_path):
         assert "a str" in one_line(PolicyTypeError, Disk, path)
+    assert "no such user" in one_line(PolicyError, Disk, "~a user of another host/scratch")
+    for given in ("host", Disk("/scratch")):
+        for policy in (OffloadPolicy, CPUOffloadPolicy):
+            assert "name what rests there" in one_line(PolicyTypeError, policy, given)
+    for share in ("half", None, True):
+        one_line(PolicyTypeError, partial(OffloadPolicy, share=share))
+    one_line(PolicyError, partial(OffloadPolicy, share=float("nan")))
+
+
+@on_threads(2)
+def test_a_report_has_what_is_on_a_disk_in_a_table_of_its_own(tmp_path):
+    disk = Disk(str(tmp_path))
+    model = sharded(OffloadPolicy(optimizer=disk, masters=disk))
+    optimizer = made(optim.AdamW, model)
+    steps(model, optimizer, range(1))
+    report = sherd.memory_report(model, optimizer)
+    numel = sum(weights.group.shard_numel for unit in Unit.below(model) for weights in unit.weights)
+    assert sum(row.now for row in report.disk) == pytest.approx((8 + 2.125) * numel, rel=0.05)
+    assert {row.kind for row in report.disk} == {"optimizer state", "masters"}
+    assert {row.kind for row in report.disk}.isdisjoint(row.kind for row in report.rows)

@@ -12,14 +12,13 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from sherd.cli.terminal import outlive_the_terminal
 from sherd.train.saved import folder_in, newest
 from tests.support.ranks.forked import answer_of, sherd, start
-from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, drawn, never_killed, prepared, tried
+from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks for ranks in /proc")
 
@@ -55,21 +54,10 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_was(whole, tmp_path, m
 ON_DISK = "masters@scratch"
 
 
-@pytest.fixture(scope="module")
-def on_disk(tmp_path_factory):
-    """The same of a run whose state and masters are on a disk."""
-    with never_killed(tmp_path_factory.mktemp("on disk") / "run", ON_DISK) as found:
-        yield found
-
-
-def test_a_run_with_state_on_a_disk_that_is_killed_leaves_no_scratch_and_goes_on_as_if_nothing_was(on_disk, tmp_path):
-    tried(tmp_path / "run", Moment("step", KILL, "all", 5, 0.5), *on_disk, ON_DISK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_it_does_so_at_every_moment(on_disk, tmp_path, seed):
-    tried(tmp_path / "run", replace(drawn(seed), phase="step", number=KILL), *on_disk, ON_DISK)
+# Of ranks alone, tests/optim/test_killed_on_disk.py has a hundred moments.
+def test_a_run_with_state_on_a_disk_that_is_killed_leaves_no_scratch_and_goes_on_as_if_nothing_was(tmp_path):
+    with never_killed(tmp_path / "never" / "run", ON_DISK) as found:
+        tried(tmp_path / "run", Moment("step", KILL, "all", 5, 0.5), *found, ON_DISK)
 
 
 @pytest.mark.slow

@@ -39,6 +39,11 @@ class HostBuffers:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._idle[nbytes, pinned].pop()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of buffers that are in no use."""
+        return sum(buffer.nbytes for idle in self._idle.values() for buffer in idle)
+
     def give_back(self, buffer: torch.Tensor, pinned: bool) -> None:
         self._idle.setdefault((buffer.nbytes, pinned), []).append(buffer)
 
@@ -143,6 +148,13 @@ class SavedMemory:
             self._copy([stored.address], to_host=False)
         stored.settle()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of buffers in host memory, those included that wait for their next use."""
+        self._bury()
+        stored = (each._host for each in list(self._stored.values()))
+        return self._buffers.nbytes + sum(buffer.nbytes for buffer in stored if buffer is not None)
+
     def _begin(self, turn: object, budget: int) -> None:
         """Begin a turn of saving: send out what is more than earlier turns may have on the device."""
         self._turn = turn
@@ -189,6 +201,11 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool,
 
 
 _by_device: dict[torch.device, SavedMemory] = {}
+
+
+def saved_on_host(device: torch.device) -> int:
+    """Returns the bytes of host memory that this process has for tensors that units on `device` save."""
+    return _by_device[device].nbytes if device in _by_device else 0
 
 
 def offload_on(device: torch.device, terms: SavedOnHost) -> Offload:

@@ -219,6 +219,13 @@ class Unit(UnitGroups):
                 unit.backward.offload_saved(offload)
 
     @staticmethod
+    def saved_bytes(device: torch.device) -> int:
+        """Returns the bytes of host memory that there are for what forwards of units on `device` save."""
+        from sherd.engine.moves.offload import saved_on_host  # few programs use it
+
+        return saved_on_host(device)
+
+    @staticmethod
     def named_members(root: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of `root` by name, with the members of flat parameters in the place of these."""
         with Unit.members_shown(Unit.below(root)):

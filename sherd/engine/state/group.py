@@ -296,7 +296,7 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
         if parameter.grad is not None:
             raise UnsupportedError(
                 f"{record.name} was moved to {parameter.device} with its gradient; its shard rests on {local.device}. "
-                "Call zero_grad() before a model with CPU offload is moved"
+                "Call zero_grad() before a model with shards in host memory is moved"
             )
         moved = as_dtensor(local, spec_of(sharded))
         moved.requires_grad_(parameter.requires_grad)

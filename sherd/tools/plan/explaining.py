@@ -21,20 +21,19 @@ from sherd.api.module import FSDPModule
 from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import MemoryLimitError, StateError, UnsupportedError
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
-from sherd.memory.report import root_unit
+from sherd.memory.report import MemoryReport, memory_report, root_unit
 from sherd.optim.matrix import MatrixOptimizer
 from sherd.requirements import require_int
 from sherd.schedule.actions import Event
-from sherd.schedule.moments import begins_step, in_words
+from sherd.schedule.moments import MemoryKind, begins_step, in_words
 from sherd.schedule.state import Keep
-from sherd.tensor.ragged import local_part
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.in_words import advice_of, lines_of_advice
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Planner, Training, or_impossible
 from sherd.tools.plan.reading import own_or_usual_loss
-from sherd.tools.plan.sharding import sharded_of, shares_of_blocks
+from sherd.tools.plan.sharding import sharded_of, shares_of_blocks, stepped_bytes
 from sherd.tools.plan.tracing import StepRecorder, recording
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
@@ -110,8 +109,10 @@ def explain_memory(
             if cause is not None and (follower is not None or not isinstance(cause, MemoryLimitError)):
                 resting: list[str] = []
                 try:
+                    report = memory_report(model, optimizer)
+                    resting = [*_elsewhere(report)]
                     if nbytes is not None:
-                        resting = [*_resting(Runtime.of(unit, model), optimizer, nbytes)]
+                        resting += _resting(Runtime.of(unit, model), optimizer, report, nbytes)
                     running = Running(model, optimizer, seen, loss, _cluster(cluster, unit.mesh.device))
                     lines = _lines(cause, running, Runtime.of(unit, model), optimizer, follower)
                     text = "\n".join([*lines, *resting])
@@ -178,8 +179,6 @@ def _lines(
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
     yield f"predicted to be alive then: {in_bytes(at_peak.total())}"
     yield from _table(at_peak, names)
-    if now.in_host and device.type != "cpu":
-        yield f"in host memory: {', '.join(f'{in_bytes(each)} of {kind}' for kind, each in now.in_host.items())}"
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return
@@ -191,25 +190,39 @@ def _lines(
     yield from _advice(running, lambda of: of.reserved_bytes + more, free + reserved)
 
 
-def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> Iterator[str]:
+def _elsewhere(report: MemoryReport) -> Iterator[str]:
+    """Yields lines with what rests in host memory and on disks now, by kind."""
+    for where, rows in (("in host memory", report.host), ("on disks", report.disk)):
+        held = Counter[str]()
+        for row in rows:
+            held[row.kind] += row.now
+        if held.total():
+            yield f"{where}: {', '.join(f'{in_bytes(nbytes)} of {kind}' for kind, nbytes in held.items() if nbytes)}"
+
+
+def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, report: MemoryReport, limit: int) -> Iterator[str]:
     """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
+    parameters = sum(group.shard_numel * group.compute_dtype.itemsize for group in groups if group.place.keeps_copies)
     groups, matrices = [group for group in groups if not group.is_offloaded], matrices_of(optimizer)
-    parameters = sum(group.shard_buffer.nbytes for group in groups)
+    parameters += sum(group.shard_buffer.nbytes for group in groups)
     trained = [(group, each.parameter) for group in groups if group.trained for each in group.optimizer_params]
-    gradients = sum(local_part(each).nbytes for _, each in trained)
-    near = sum(local_part(each).nbytes for group, each in trained if not group.place.brings_state)
+    gradients = sum(stepped_bytes(each, group) for group, each in trained)
+    near = sum(stepped_bytes(each, group) for group, each in trained if not group.place.brings_state)
+    masters = sum(row.now for row in report.rows if row.kind == MemoryKind.MASTERS.value)
     records = [record for group in groups if group.trained for record in group.parameters]
     of_matrices = sum(record.local.nbytes for record in records if id(record.shard) in matrices) if near else 0
     states = (near - of_matrices) * optimizer_of(optimizer).states + of_matrices
-    total = parameters + gradients + states
+    total = parameters + gradients + states + masters
     if total <= limit:
         return
     yield f"shards, gradients and optimizer state alone take {in_bytes(total)}, more than the limit:"
-    parts = ((parameters, "parameters"), (gradients, "gradients"), (states, "optimizer state"))
-    yield f"  {', '.join(f'{in_bytes(nbytes)} of {name}' for nbytes, name in parts)}"
+    parts = {"parameters": parameters, "gradients": gradients, "optimizer state": states, "masters": masters}
+    yield f"  {', '.join(f'{in_bytes(nbytes)} of {name}' for name, nbytes in parts.items() if nbytes)}"
     if mesh.device.type != "cpu":
-        yield "  the cheapest change: offload_policy=CPUOffloadPolicy(), which keeps them in host memory"
+        has_masters = any(group.masters is not None for group in groups)
+        policy = "OffloadPolicy(parameters='host', masters='host')" if has_masters else "CPUOffloadPolicy()"
+        yield f"  the cheapest change: offload_policy={policy}, which keeps them in host memory"
     else:
         least = -(-total * mesh.num_shards // limit)
         yield f"  the cheapest change: shard over {least} ranks at least; now there are {mesh.num_shards} to shard over"
@@ -374,9 +387,11 @@ class Running(Planner):
         return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing, recompute)
 
     def _offloaded(self, sharded: Sharded, settings: Settings) -> Sharded:
+        if settings.offload == self.settings.offload:
+            return sharded
         if settings.offload.startswith("masters"):
             raise UnsupportedError("masters take the place of weights that are not sharded yet")
-        return sharded if settings.offload == self.settings.offload else super()._offloaded(sharded, settings)
+        return super()._offloaded(sharded, settings)
 
     def _cut_step(self, _: Settings) -> tuple[OptimizerPart, ...]:
         return ()  # Buckets of matrices: their bytes are few, and to plan them ranks would have to be imagined.

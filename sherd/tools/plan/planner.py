@@ -219,8 +219,8 @@ class Planner:
         if settings.offload == "nothing" or not self.cluster.device.overlaps or self.cluster.one_memory:
             return sharded  # the host's memory is the device's
         said = ""
-        if self.training.optimizer.is_muon:
-            said = "shards of muon in host memory are not planned; leave one of them out"
+        if self.training.optimizer.is_muon and parts_of_offload(settings.offload)[0] != "state":
+            said = "of muon only state elsewhere is planned; choose state, or leave one of them out"
         elif self.cluster.disk is None and parts_of_offload(settings.offload)[2]:
             said = "the cluster's file has no [disk]; add its latency and bandwidth"
         if said:

@@ -90,13 +90,13 @@ def _played(
         ),
         tuple(traffic_of(unit)),
         tuple(
-            _stepped_bytes(each.parameter, group) - sum(record.local.nbytes for record in inside)
+            stepped_bytes(each.parameter, group) - sum(record.local.nbytes for record in inside)
             for group, each, inside in by_param
             if len(inside) < len(each.members)
         ),
         tuple(record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize for record in own),
         tuple(
-            SteppedPart(each.shard_numel, sum(_stepped_bytes(of.parameter, each) for of in each.optimizer_params))
+            SteppedPart(each.shard_numel, sum(stepped_bytes(of.parameter, each) for of in each.optimizer_params))
             for each in groups
         ),
         sum(parameter.shape.numel() * parameter.dtype.itemsize for parameter in unit.parameters),
@@ -104,7 +104,7 @@ def _played(
     )
 
 
-def _stepped_bytes(parameter: nn.Parameter, group: Group) -> int:
+def stepped_bytes(parameter: nn.Parameter, group: Group) -> int:
     """Returns the bytes that the optimizer steps of a shard: of its float32 masters, if it has any."""
     local = local_part(parameter)
     return int(local.nbytes if group.masters is None else 4 * local.numel())

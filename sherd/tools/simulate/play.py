@@ -234,15 +234,21 @@ class _Player:
                 self._come(MemoryKind.MASTERS.value, number, sum(sum(each.masters) for each in unit.spans))
         self._has_stepped = self._is_followed = True
         self._step_on_host(units)
+        brought = self._bring_all(units) if optimizer.is_muon else []
         self._step_matrices()
-        self._step_in_chunks(units)
-        near = [unit for unit in units if not (unit.steps_on_host or unit.is_chunked)]
+        if not optimizer.is_muon:
+            self._step_in_chunks(units)
+        near = [unit for unit in units if not (unit.steps_on_host or (unit.is_chunked and not optimizer.is_muon))]
         temporary = optimizer.temporary_bytes(near)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
         touched, num_touched = optimizer.touched(near), optimizer.accesses * sum(len(each.stepped) for each in near)
         if near:
             self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, False))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
+        for number, nbytes, on_disk in brought:
+            seconds = self._costs.to_host(nbytes, on_disk)
+            self.clock.start(Lane.BACK, "copy", number, seconds, nbytes, after=self.clock.now)
+            self._come(MemoryKind.IN_FLIGHT.value, number, -nbytes)
         self.clock.wait(Lane.HOST, -1, self._stepped)
 
     def _step_on_host(self, units: Sequence[SimulatedUnit]) -> None:
@@ -257,6 +263,19 @@ class _Player:
                 seconds = max(seconds, self._costs.to_host(2 * near, on_disk=True))
             landed = self._landed[number] if self._steps_in_backward else max(self._landed)
             self._stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
+
+    def _bring_all(self, units: Sequence[SimulatedUnit]) -> list[tuple[int, int, bool]]:
+        """Bring all state that rests elsewhere. Returns each unit that has some, the bytes, and whether from a disk."""
+        brought, came = [], 0.0
+        self.clock.follow_compute(Lane.COPY)
+        for number, unit in enumerate(units):
+            if unit.is_chunked and (nbytes := self._sharded.optimizer.vector_bytes(unit)):
+                brought.append((number, nbytes, isinstance(unit.offload.state_place, Disk)))
+                self._come(MemoryKind.IN_FLIGHT.value, number, nbytes)
+                seconds = self._costs.from_host(nbytes, brought[-1][-1])
+                came = self.clock.start(Lane.COPY, "copy", number, seconds, nbytes)
+        self.clock.wait(Lane.COPY, -1, came)
+        return brought
 
     def _step_in_chunks(self, units: Sequence[SimulatedUnit]) -> None:
         """Step on the device what comes for it and goes, as sherd/optim/chunks.py does."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
+from sherd.errors import PolicyError
 from sherd.policy import CODECS, CommPolicy, CPUOffloadPolicy, Disk, OffloadPolicy, Place, Reduction
 from sherd.tools.simulate.values import Kind, at_least, limited, one_of
 
@@ -92,7 +94,7 @@ OFFLOADS: dict[str, tuple[OffloadPolicy, str]] = {
         "bfloat16 weights, their masters and state on the host",
     ),
     "step": (OffloadPolicy(gradients="host"), "gradients, state and step on the host"),
-    "everything": (CPUOffloadPolicy(), "shards in host memory"),
+    "everything": (CPUOffloadPolicy(), "shards and state in host memory"),
 }
 """By the first word of `offload`: the policy, and words."""
 _OFFLOAD = re.compile(rf"({'|'.join(OFFLOADS)})(?::(0|1|0?\.\d+|1\.0+))?(?:@(.+))?")
@@ -103,6 +105,15 @@ def parts_of_offload(value: str) -> tuple[str, float, str]:
     match = _OFFLOAD.fullmatch(value)
     assert match is not None, "values of settings are checked"
     return match[1], 1.0 if match[2] is None else float(match[2]), match[3] or ""
+
+
+def _is_offload(value: str) -> bool:
+    if not _OFFLOAD.fullmatch(value) or value.startswith("nothing@"):
+        return False
+    with suppress(PolicyError):  # a folder of a user who is unknown
+        offload_policy(value)
+        return True
+    return False
 
 
 def offload_policy(value: str) -> OffloadPolicy:
@@ -119,12 +130,16 @@ def offload_policy(value: str) -> OffloadPolicy:
 def nearest_offload(policies: Iterable[tuple[OffloadPolicy, int]]) -> str:
     """Returns the value of `offload` for units with these policies, each with its bytes."""
     of_axes: Counter[tuple[bool, ...]] = Counter()
+    folder = ""
     for policy, nbytes in policies:
         of_axes[_axes(policy)] += nbytes
+        for place in (policy.optimizer, policy.masters):
+            folder = f"@{place.path}" if isinstance(place, Disk) else folder
     words = {_axes(policy): word for word, (policy, _) in OFFLOADS.items()}
     (most, nbytes), *_ = Counter({axes: of_axes[axes] for axes in of_axes if any(axes)}).most_common(1) or [((), 0)]
     share = nbytes / max(1, of_axes.total())
-    return words.get(most, "nothing") + (f":{share:.2f}" if 0 < share < 1 else "")
+    word = words.get(most, "nothing")
+    return word + (f":{share:.2f}" if 0 < share < 1 else "") + folder * (word != "nothing")
 
 
 def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
@@ -135,8 +150,10 @@ def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
 def _offload_in_words(value: str) -> str:
     what, share, folder = parts_of_offload(value)
     of = "" if share in (0.0, 1.0) else f" ({share:.0%})"
-    on_disk = ", these and state on a disk" if what == "everything" else ", state on a disk"
-    return f"{OFFLOADS[what if share else 'nothing'][1]}{of}{on_disk * bool(folder)}"
+    words = OFFLOADS[what if share else "nothing"][1]
+    if folder and what != "step":
+        words = words.replace("in host memory", "on a disk").replace("on the host", "on a disk")
+    return f"{words}{of}{', state on a disk' * (what == 'step' and bool(folder))}"
 
 
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -239,7 +256,7 @@ class Settings:
         Kind(
             str,
             f"one of {', '.join(OFFLOADS)}; :SHARE of it; @FOLDER of a disk in the host's place: state:0.5@/scratch",
-            lambda value: bool(_OFFLOAD.fullmatch(value)) and not value.startswith("nothing@"),
+            _is_offload,
             others={"true": "everything", "yes": "everything", "false": "nothing", "no": "nothing"},
         ),
         words=_offload_in_words,

@@ -175,6 +175,10 @@ class Optimizer:
             yield from (self.scalars, *[nbytes] * self.states)
         yield from unit.matrices  # the momentum
 
+    def vector_bytes(self, unit: SimulatedUnit) -> int:
+        """Returns the bytes of state of `unit`, without scalars."""
+        return self.states * sum(unit.stepped) + sum(unit.matrices)
+
     def near_bytes(self, chunk: SteppedPart, policy: OffloadPolicy) -> int:
         """Returns the bytes of weights, state and masters that come to the step of `chunk`."""
         brings_masters = policy.masters not in (None, policy.step_place)
@@ -256,6 +260,8 @@ class Sharded:
                 held[MemoryKind.OPTIMIZER.value] += sum(self.optimizer.state_sizes(unit))
             elif policy.state_place != "device":
                 states = [each.nbytes for each in unit.spans] * self.optimizer.states
+                if self.optimizer.is_muon:  # a vector for each parameter
+                    states = [*unit.matrices, *unit.stepped * self.optimizer.states]
                 pin(MemoryKind.OPTIMIZER, *states, place=policy.state_place)
             if policy.masters not in (None, "device"):
                 pin(MemoryKind.MASTERS, *(part for each in unit.spans for part in each.masters), place=policy.masters)

@@ -27,6 +27,7 @@ from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import CommError, StateError, in_short, reason_of
 from sherd.memory.report import names_of, root_unit
 from sherd.memory.watch import held_by, total
+from sherd.policy import Disk
 from sherd.requirements import require_int
 from sherd.schedule.actions import Action, BeforeBackward, EndBackward, Event
 from sherd.schedule.moments import MemoryKind
@@ -53,7 +54,6 @@ DIFFERS = {
     MOVED: "{what}",
 }
 """By kind: a fact that differs between two steps, in words."""
-OFFLOADED = "CPUOffloadPolicy steps in host memory, for which the host waits: leave it out"
 COMPARED = "ranks compare what replicas hold, now and then: capture the next step, or CommPolicy(divergence='trust')"
 NUM_COMPARED = 2
 """Steps in which replays are compared with the eager steps."""
@@ -338,9 +338,10 @@ class _Watch:
         self._note("outside event", "gathers follow the event of the step before (set_post_optim_event)")
 
     def _host_waits(self, cause: str) -> None:
-        unit = self._runtime.root if self._unit is None else self._runtime.units[self._unit]
-        where = _line(sys._getframe())
-        reason = COMPARED if where.startswith("sherd/guard/") else OFFLOADED if unit.place.is_elsewhere else ""
+        where, units = _line(sys._getframe()), self._runtime.units
+        reasons = [COMPARED] if where.startswith("sherd/guard/") else []
+        reasons += [_offload_of(unit) for unit in (units if self._unit is None else [units[self._unit]])]
+        reason = next(filter(None, reasons), "")
         self._note("host sync", f"the host waits for the device, {cause}" + (reason and f"; {reason}"), where=where)
 
     # What lasts
@@ -382,6 +383,20 @@ class _Watch:
             facts["allocation", name, ""].add(total(held_by(of)))
         if device != "cpu":
             facts["allocation", "", ""].add(torch.accelerator.memory_allocated(self._device))
+
+
+def _offload_of(unit: Unit) -> str:
+    """Returns why the host waits for what rests elsewhere, naming the axis that the user has set; "" if it does not."""
+    place = unit.place
+    if place.is_elsewhere:
+        axis, also = ("gradients", "") if place.keeps_copies else ("parameters", ", as CPUOffloadPolicy() has it,")
+        return f"OffloadPolicy({axis}='host'){also} steps in host memory, for which the host waits: leave it out"
+    for axis, rest in (("optimizer", place.state), ("masters", place.masters)):
+        if isinstance(rest, Disk):
+            return f"OffloadPolicy({axis}={rest!r}) reads and writes files, for which the host waits: leave it out"
+        if rest == "host" and not place.pinned:
+            return f"OffloadPolicy({axis}='host', pin_memory=False): the host waits for each copy; pin memory"
+    return ""
 
 
 def _listed(numbers: set[float]) -> str:
