@@ -214,24 +214,48 @@ class InBlocks(Optimizer):
     """Returns state of zeros for a tensor, in blocks."""
 
 
+class OfBitsAndBytes(Optimizer):
+    """What the optimizers of bitsandbytes have. In 8 bits a block is 256 elements; a tensor may end within one."""
+
+    args: Any
+    name2qmap: dict[str, torch.Tensor]
+
+    def fill_qmap(self) -> None:
+        """Make the tables of the numbers that codes stand for."""
+
+
 def in_blocks(optimizer: object) -> TypeGuard[InBlocks]:
-    """Returns whether `optimizer` is one of torchao's that keep their state in blocks."""
-    names = (f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__)
-    return "torchao.optim.adam._AdamBase" in names
+    """Returns whether `optimizer` is one of torchao's or bitsandbytes' that keep their state in blocks."""
+    names = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
+    return "torchao.optim.adam._AdamBase" in names or of_bitsandbytes(optimizer)
+
+
+def of_bitsandbytes(optimizer: object) -> TypeGuard[OfBitsAndBytes]:
+    """Returns whether `optimizer` is one of bitsandbytes' whose steps are element-wise but for the blocks."""
+    names = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
+    takes_norms = getattr(getattr(optimizer, "args", None), "max_unorm", 0.0)
+    return "bitsandbytes.optim.optimizer.Optimizer8bit" in names and not takes_norms
+
+
+def block_size(optimizer: InBlocks) -> int:
+    return getattr(optimizer, "block_size", 256)
 
 
 def has_blocks(optimizer: InBlocks, parameter: torch.Tensor, numel: int) -> bool:
     """Returns whether `optimizer` keeps blocks for a tensor of `numel` elements in the dtype of `parameter`."""
+    if of_bitsandbytes(optimizer):
+        return bool(optimizer.args.optim_bits == 8 and numel >= optimizer.args.min_8bit_size)
     like = torch.empty(numel, dtype=parameter.dtype, device="meta")
     return type(optimizer._new_buffer(like, True)) is not torch.Tensor
 
 
 def _warn_of_cut_blocks(optimizer: InBlocks, parameters: Sequence[torch.Tensor]) -> None:
     """Warn if this rank holds a part of a block: the optimizer keeps state of such a shard in full precision."""
-    block = optimizer.block_size
+    block = block_size(optimizer)
     for parameter in parameters:
         local = local_part(parameter)
-        is_cut = local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:])
+        is_part = local.shape != parameter.shape
+        is_cut = is_part and (local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:]))
         if is_cut and has_blocks(optimizer, parameter, parameter.numel()):
             rows = block // math.gcd(block, math.prod(parameter.shape[1:]))
             warnings.warn(
