@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -214,6 +215,15 @@ class DataMesh:
             ("reduce", "replicate"): self.num_replicas > 1 and over_replicas,
         }
         return {way: WireErrors(self.comm.error_limit is not None) for way, is_encoded in ways.items() if is_encoded}
+
+    def of_copy(self) -> DataMesh:
+        """Returns this mesh for a copy of its unit: with errors of its own, if anything is encoded."""
+        if not self.wire_errors:
+            return self
+        own = copy.copy(self)
+        for name in ("wire_errors", "reduce_transport", "separate_reduce_transport", "replicate_transport"):
+            own.__dict__.pop(name, None)
+        return own
 
     @cached_property
     def fetch_transport(self) -> Transport:
