@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -23,7 +25,7 @@ from sherd.checkpoint.loading import Awaited
 from sherd.errors import OptimStateError
 from sherd.layout.extent import chunks
 from sherd.layout.runs import Runs
-from sherd.tensor.optimizers import InBlocks, OfBitsAndBytes, block_size, has_blocks, in_blocks, of_bitsandbytes
+from sherd.tensor.optimizers import InBlocks, block_size, has_blocks, in_blocks, of_bitsandbytes
 from sherd.tensor.placement import is_ragged, layout_of, ragged_spec
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
@@ -71,7 +73,7 @@ def _apart(entry: OptimizerEntry, state: State, optimizer: InBlocks) -> State:
     return separate
 
 
-def _tables_apart(entry: OptimizerEntry, state: State, optimizer: OfBitsAndBytes, runs: Runs) -> State:
+def _tables_apart(entry: OptimizerEntry, state: State, optimizer: Any, runs: Runs) -> State:
     """Returns the codes, scales and table of each state that bitsandbytes keeps, also on a rank without elements."""
     if not optimizer.name2qmap:
         optimizer.fill_qmap()
@@ -86,22 +88,17 @@ def _tables_apart(entry: OptimizerEntry, state: State, optimizer: OfBitsAndBytes
     return separate
 
 
-def _taken_scale(
-    entry: OptimizerEntry, scale: Awaited, optimizer: InBlocks
-) -> Callable[[DTensorSpec | None], torch.Tensor]:
-    def take(spec: DTensorSpec | None) -> torch.Tensor:
-        runs = _runs_of_blocks(entry, optimizer)
-        return local_part(scale.take(None if runs is None else _spec(spec, runs, 256, ONE)))
-
-    return take
+def _own_scale(entry: OptimizerEntry, optimizer: Any, scale: Awaited, spec: DTensorSpec | None) -> torch.Tensor:
+    runs = _runs_of_blocks(entry, optimizer)
+    return local_part(scale.take(None if runs is None else _spec(spec, runs, 256, ONE)))
 
 
 def together(entry: OptimizerEntry, state: State, optimizer: Optimizer) -> State:
     """Returns a loaded state of a parameter, whose blocks' tensors are awaited, with one awaited tensor for them."""
     if of_bitsandbytes(optimizer):
-        shape = entry.parameter.shape
+        own, shape = partial(_own_scale, entry, optimizer), entry.parameter.shape
         scales = {key: value for key, value in state.items() if key.startswith("absmax")}
-        return state | {key: Awaited(shape, _taken_scale(entry, each, optimizer)) for key, each in scales.items()}
+        return state | {key: Awaited(shape, partial(own, each)) for key, each in scales.items()}
     keys = [key.removesuffix(".codes") for key in state if key.endswith(".codes")]
     if not keys:
         return state

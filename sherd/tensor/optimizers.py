@@ -214,34 +214,26 @@ class InBlocks(Optimizer):
     """Returns state of zeros for a tensor, in blocks."""
 
 
-class OfBitsAndBytes(Optimizer):
-    """What the optimizers of bitsandbytes have. In 8 bits a block is 256 elements; a tensor may end within one."""
-
-    args: Any
-    name2qmap: dict[str, torch.Tensor]
-
-    def fill_qmap(self) -> None:
-        """Make the tables of the numbers that codes stand for."""
-
-
 def in_blocks(optimizer: object) -> TypeGuard[InBlocks]:
     """Returns whether `optimizer` is one of torchao's or bitsandbytes' that keep their state in blocks."""
-    names = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
-    return "torchao.optim.adam._AdamBase" in names or of_bitsandbytes(optimizer)
+    return _is_a(optimizer, "torchao.optim.adam._AdamBase") or of_bitsandbytes(optimizer)
 
 
-def of_bitsandbytes(optimizer: object) -> TypeGuard[OfBitsAndBytes]:
+def of_bitsandbytes(optimizer: Any) -> bool:
     """Returns whether `optimizer` is one of bitsandbytes' whose steps are element-wise but for the blocks."""
-    names = [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
-    takes_norms = getattr(getattr(optimizer, "args", None), "max_unorm", 0.0)
-    return "bitsandbytes.optim.optimizer.Optimizer8bit" in names and not takes_norms
+    return _is_a(optimizer, "bitsandbytes.optim.optimizer.Optimizer8bit") and not optimizer.args.max_unorm
+
+
+def _is_a(optimizer: object, name: str) -> bool:
+    return name in [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
 
 
 def block_size(optimizer: InBlocks) -> int:
+    """Returns the elements of a block. A tensor of bitsandbytes' may end within one."""
     return getattr(optimizer, "block_size", 256)
 
 
-def has_blocks(optimizer: InBlocks, parameter: torch.Tensor, numel: int) -> bool:
+def has_blocks(optimizer: Any, parameter: torch.Tensor, numel: int) -> bool:
     """Returns whether `optimizer` keeps blocks for a tensor of `numel` elements in the dtype of `parameter`."""
     if of_bitsandbytes(optimizer):
         return bool(optimizer.args.optim_bits == 8 and numel >= optimizer.args.min_8bit_size)

@@ -111,11 +111,6 @@ class _Unsharded(Unsharded):
         self.planes: dict[Phase, _Planes] = {}
         self.named: tuple[Buffer, ...] = ()
 
-    def turn_to(self, phase: Phase) -> None:
-        """Have the planes of `phase` be those that are gathered next."""
-        self.gathered = self.planes[phase].buffers
-        self.buffers = (*(buffer for each in self.planes.values() for buffer in each.buffers), *self.named)
-
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
         """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`.
 
@@ -127,7 +122,7 @@ class _Unsharded(Unsharded):
         self.tensor = tensor if has_memory else local_part(parameter)
         known = {buffer.address for buffer in self.gathered}
         self.named = tuple(buffer for buffer in map(Buffer.of, inner) if buffer.address not in known)
-        self.buffers = (*self.buffers, *self.named)
+        self.buffers += self.named
         self.parameters = [parameter]
 
 
@@ -178,21 +173,14 @@ class SelfGatheredWeights(Weights):
         return max((sum(buffer.nbytes for buffer in planes.buffers) for planes in phases), default=0)
 
     def sent_bytes(self, times: int) -> int:
-        """Returns the bytes of this rank's planes that `times` gathers of a step send to one rank.
-
-        Before the first gather it is those of all planes.
-        """
-        planes = {} if self.made is None else self.made.planes
-        if not self.has_phases:
+        """Returns the bytes of this rank's planes that `times` gathers of a step send to one rank, as far as known."""
+        if self.made is None or not self.has_phases:
             return self.group.shard_bytes * times
+        planes, rank = self.made.planes, self.group.mesh.shard_rank
         phases: tuple[Phase, ...] = ("both",) if times == 1 else ("forward", "backward")
-        sent = [planes.get(phase) or planes[self.brought] for phase in phases]
-        rank = self.group.mesh.shard_rank
-        return sum(
-            sizes[rank] * buffer.tensor.itemsize
-            for each in sent
-            for sizes, buffer in zip(each.sizes, each.buffers, strict=True)
-        )
+        sent = [planes.get(phase, planes[self.brought]) for phase in phases]
+        pairs = (pair for each in sent for pair in zip(each.sizes, each.buffers, strict=True))
+        return sum(sizes[rank] * buffer.tensor.itemsize for sizes, buffer in pairs)
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
@@ -211,9 +199,10 @@ class SelfGatheredWeights(Weights):
             sizes = self._agreed([source.numel() for source in sources])
             planes = _Planes(sizes, [source.dtype for source in sources], group.device)
             self.made.planes[self.brought] = planes
+            self.made.buffers += planes.buffers
             for buffer in planes.buffers:
                 saved.watch(buffer.tensor.untyped_storage(), self)
-        self.made.turn_to(self.brought)
+        self.made.gathered = planes.buffers
         self.has_phases = self.has_phases or self.brought != "both"
         self._terms = _Terms(tuple(tensor.shape for tensor in tensors), metadata)
         # No sources here, because the handoff holds them until compute has waited.
