@@ -88,11 +88,13 @@ class GatherState:
             return None
         if state is None:
             state = module._get_fsdp_state = cls()  # type: ignore[assignment]
-        states = torchs.TrainingState
-        state._training_state = states.PRE_BACKWARD if phase == "backward" else states.FORWARD
-        state._reshard_after_forward = phase != "both"
-        state.was_read = False
+        state.begin(phase, torchs.TrainingState)
         return state
+
+    def begin(self, phase: str, states: Any) -> None:
+        """Take the attributes of a gather for `phase`. `states` are torch's."""
+        self._training_state = states.PRE_BACKWARD if phase == "backward" else states.FORWARD
+        self._reshard_after_forward, self.was_read = phase != "both", False
 
     def __call__(self) -> GatherState:
         return self

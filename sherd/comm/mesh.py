@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -220,10 +219,8 @@ class DataMesh:
         """Returns this mesh for a copy of its unit: with errors of its own, if anything is encoded."""
         if not self.wire_errors:
             return self
-        own = copy.copy(self)
-        for name in ("wire_errors", "reduce_transport", "separate_reduce_transport", "replicate_transport"):
-            own.__dict__.pop(name, None)
-        return own
+        roles = self.dims, self.comm, self.shards_replicas, self.keeps_unsharded, self.copies
+        return DataMesh(self.mesh, self.shard_axis, self.replicate_axis, self.full, *roles)
 
     @cached_property
     def fetch_transport(self) -> Transport:

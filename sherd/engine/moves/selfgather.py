@@ -111,6 +111,11 @@ class _Unsharded(Unsharded):
         self.planes: dict[Phase, _Planes] = {}
         self.named: tuple[Buffer, ...] = ()
 
+    def turn_to(self, phase: Phase, planes: _Planes) -> None:
+        """Have the `planes` of `phase` be those that are gathered."""
+        self.buffers += () if phase in self.planes else planes.buffers
+        self.planes[phase], self.gathered = planes, planes.buffers
+
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
         """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`.
 
@@ -146,8 +151,12 @@ class SelfGatheredWeights(Weights):
         self._precision = replace(precision, param_dtype=self._record.param_dtype, param_dtype_override_fn=None)
         self._releases = _releases_gathered(self._record.name, self._record.local)
         self._terms: _Terms | None = None
-        self.phase: Phase = "both"  # of the next gather, as the unit sees it
+        self.phase: Phase = "both"
         self.brought: Phase = "both"  # by the last gather, if the tensor tells phases apart
+
+    def be_read_in(self, phase: Phase) -> None:
+        """Note the phase that reads what is gathered next."""
+        self.phase = phase
 
     @property
     def is_unread(self) -> bool:
@@ -198,11 +207,9 @@ class SelfGatheredWeights(Weights):
         if planes is None:
             sizes = self._agreed([source.numel() for source in sources])
             planes = _Planes(sizes, [source.dtype for source in sources], group.device)
-            self.made.planes[self.brought] = planes
-            self.made.buffers += planes.buffers
             for buffer in planes.buffers:
                 saved.watch(buffer.tensor.untyped_storage(), self)
-        self.made.gathered = planes.buffers
+        self.made.turn_to(self.brought, planes)
         self.has_phases = self.has_phases or self.brought != "both"
         self._terms = _Terms(tuple(tensor.shape for tensor in tensors), metadata)
         # No sources here, because the handoff holds them until compute has waited.

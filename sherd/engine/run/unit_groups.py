@@ -232,7 +232,7 @@ class UnitGroups(ABC):
         if self.updating is not None:
             self.await_update()
         for each in self.self_gathered:
-            each.phase = self.phase
+            each.be_read_in(self.phase)
         user = self.policy.all_gather
         for number, weights in enumerate(self.weights):
             if number in but or weights.live is Live.UNSHARDED:
