@@ -265,6 +265,17 @@ def parts_at_once(codec: Codec, numel: int) -> int:
     return max(1, AT_ONCE // max(1, numel)) if isinstance(codec, BlockCodec) else 1
 
 
+def decoding_bytes(codec: Codec, sizes: Sequence[int], itemsize: int) -> int:
+    """Returns the bytes of temporaries while parts of `sizes` elements are decoded, as many as one call takes.
+
+    `itemsize` is that of a copy of what is decoded, 0 for none. A user's codec is taken to need two tensors of float32.
+    """
+    form = FORMATS[codec.name] if isinstance(codec, BlockCodec) else FORMATS["int8"]
+    of_element = (4 if form.specials[1] == math.inf else 8) + (form.bits == 4)
+    at_once = parts_at_once(codec, max(sizes)) if len(set(sizes)) == 1 else 1
+    return (of_element + itemsize) * max(sizes) * min(len(sizes), at_once)
+
+
 def _in_calls(codec: Codec, values: Tensor, encoded: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the values and the bytes for each call: of one part, or of several equal ones."""
     at_once = parts_at_once(codec, max(sizes)) if len(set(sizes)) == 1 else 1

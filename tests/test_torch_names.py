@@ -26,6 +26,7 @@ from torch.distributed import _composable, _state_dict_utils, fsdp, pipelining
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -1069,6 +1070,33 @@ def test_is_fsdp_of_torch__is_what_either_of_torchs_has_in_hand():
         assert told(fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))) == [True] * 2
     assert told(plain) == [False] * 2
     assert told(ours) == [False]
+
+
+def test_gatherstate__says_what_a_gather_of_torchs_is_for():
+    assert {"FORWARD", "PRE_BACKWARD"} <= set(_fsdp_common.TrainingState.__members__)
+    seen, module = [], nn.Linear(4, 4)
+
+    def before(mesh, size, stride, module, policy):
+        group = module._get_fsdp_state()._fsdp_param_group
+        seen.append((group._reshard_after_forward, group._training_state))
+        return (_torch.local_tensor(module.weight).clone(),), None
+
+    def after(gathered, metadata, dtype, *, out=None):
+        return None if out is not None else (gathered[0], gathered)
+
+    with _torch.imagined_ranks(2):
+        model = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(module), nn.Linear(4, 4)))
+        shard = _torch.local_tensor(module.weight)
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    ours = nn.Linear(2, 2)
+    for phase, of_torch in zip(("forward", "backward"), seen, strict=True):
+        group = _torch.GatherState.of(ours, phase)._fsdp_param_group
+        assert ours._get_fsdp_state()._fsdp_param_group is group
+        assert of_torch == (group._reshard_after_forward, group._training_state), phase
+        assert group.was_read
+    assert not _torch.GatherState.of(ours, "both")._reshard_after_forward
+    assert _torch.GatherState.of(module, "both") is None, "torch's own"
 
 
 def test_manage__says_what_dynamo_asks_for():

@@ -86,6 +86,7 @@ from sherd._torch.dynamo import composed_on_meta as composed_on_meta
 from sherd._torch.dynamo import dynamo_disabled as dynamo_disabled
 from sherd._torch.dynamo import not_traced as not_traced
 from sherd._torch.dynamo import trace_nothing_in as trace_nothing_in
+from sherd._torch.modules import GatherState as GatherState
 from sherd._torch.modules import is_fsdp_of_torch as is_fsdp_of_torch
 from sherd._torch.modules import is_replicated as is_replicated
 from sherd._torch.modules import is_tensor_parallel as is_tensor_parallel

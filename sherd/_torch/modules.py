@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -62,3 +63,43 @@ def is_tensor_parallel(module: torch.nn.Module) -> bool:
     Both write an attribute without a public name (2.3 to 2.15).
     """
     return getattr(module, "_distribute_module_applied", False) is True
+
+
+class GatherState:
+    """The part of torch's FSDPState that a tensor reads of its module to tell a gather for backward from others.
+
+    Tensor subclasses of Transformer Engine send the planes of one phase alone, and no public name says which that is
+    (2.11 to 2.15). The `phase` that sherd gives would replace it.
+    """
+
+    was_read = False
+    _training_state: Any
+    _reshard_after_forward: bool
+
+    @classmethod
+    def of(cls, module: torch.nn.Module | None, phase: str) -> GatherState | None:
+        """Write the state of a gather for `phase` on `module`. Returns None if no tensor can have asked for it.
+
+        It stays there: modules ask whether there is one.
+        """
+        torchs = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_common")
+        state = getattr(module, "_get_fsdp_state", None)
+        if torchs is None or module is None or not (state is None or isinstance(state, cls)):
+            return None
+        if state is None:
+            state = module._get_fsdp_state = cls()  # type: ignore[assignment]
+        state.begin(phase, torchs.TrainingState)
+        return state
+
+    def begin(self, phase: str, states: Any) -> None:
+        """Take the attributes of a gather for `phase`. `states` are torch's."""
+        self._training_state = states.PRE_BACKWARD if phase == "backward" else states.FORWARD
+        self._reshard_after_forward, self.was_read = phase != "both", False
+
+    def __call__(self) -> GatherState:
+        return self
+
+    @property
+    def _fsdp_param_group(self) -> GatherState:
+        self.was_read = True
+        return self

@@ -1,16 +1,19 @@
-"""Optimizer state in few bits, as torchao's optimizers keep it: the tensors in it are saved, and put together again.
+"""Optimizer state in few bits, as those of torchao and bitsandbytes: its tensors are saved, and put together again.
 
     in the optimizer    exp_avg: a tensor subclass with codes, one for each element or two, and a scale for each block
     in a checkpoint     exp_avg.codes, exp_avg.scale: vectors, cut between the ranks where the parameter is cut
 
 The optimizer itself says which of its tensors are in blocks (`_new_buffer`), and what is in them (`_subclass_zeros`).
+bitsandbytes keeps them apart: `state1` of the parameter's shape, `absmax1` with a scale for each block, and `qmap1`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -22,11 +25,14 @@ from sherd.checkpoint.loading import Awaited
 from sherd.errors import OptimStateError
 from sherd.layout.extent import chunks
 from sherd.layout.runs import Runs
-from sherd.tensor.optimizers import InBlocks, has_blocks, in_blocks
+from sherd.tensor.optimizers import InBlocks, block_size, has_blocks, in_blocks, of_bitsandbytes
 from sherd.tensor.placement import is_ragged, layout_of, ragged_spec
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, StateKind, state_kind
+
+ONE = torch.empty(1, device="meta")
+"""What bitsandbytes keeps of a block: its scale, in float32."""
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 
@@ -39,7 +45,7 @@ def apart(catalog: Catalog, optimizer: Optimizer) -> StateDict | None:
     """
     if not in_blocks(optimizer):
         return None
-    complete: StateDict = type(optimizer).state_dict(optimizer)
+    complete: StateDict = Optimizer.state_dict(optimizer)  # bitsandbytes' own hides the blocks
     for saved, group in zip(complete["param_groups"], catalog.groups_of(optimizer), strict=True):
         for number, entry in zip(saved["params"], group, strict=True):
             if (state := complete["state"].get(number)) is not None:
@@ -51,6 +57,8 @@ def _apart(entry: OptimizerEntry, state: State, optimizer: InBlocks) -> State:
     runs = _runs_of_blocks(entry, optimizer)
     if runs is None:
         return state
+    if of_bitsandbytes(optimizer):
+        return state | _tables_apart(entry, state, optimizer, runs)
     separate: State = {}
     for key, value in state.items():
         if state_kind(key, value, entry.parameter.shape) is not StateKind.ELEMENTS:
@@ -65,8 +73,32 @@ def _apart(entry: OptimizerEntry, state: State, optimizer: InBlocks) -> State:
     return separate
 
 
+def _tables_apart(entry: OptimizerEntry, state: State, optimizer: Any, runs: Runs) -> State:
+    """Returns the codes, scales and table of each state that bitsandbytes keeps, also on a rank without elements."""
+    if not optimizer.name2qmap:
+        optimizer.fill_qmap()
+    separate: State = {}
+    for number in (each[-1] for each in state if each in ("state1", "state2")):
+        scale = state.get(f"absmax{number}", torch.empty(0))
+        spec = _spec(entry.spec, runs, 256, ONE)
+        codes = local_part(state[f"state{number}"]).to(torch.uint8)
+        separate[f"state{number}"] = codes if entry.spec is None else around(codes, entry.spec)
+        separate[f"absmax{number}"] = scale if spec is None else around(scale, spec)
+        separate[f"qmap{number}"] = optimizer.name2qmap["dynamic" if number == "1" else "udynamic"]
+    return separate
+
+
+def _own_scale(entry: OptimizerEntry, optimizer: Any, scale: Awaited, spec: DTensorSpec | None) -> torch.Tensor:
+    runs = _runs_of_blocks(entry, optimizer)
+    return local_part(scale.take(None if runs is None else _spec(spec, runs, 256, ONE)))
+
+
 def together(entry: OptimizerEntry, state: State, optimizer: Optimizer) -> State:
     """Returns a loaded state of a parameter, whose blocks' tensors are awaited, with one awaited tensor for them."""
+    if of_bitsandbytes(optimizer):
+        own, shape = partial(_own_scale, entry, optimizer), entry.parameter.shape
+        scales = {key: value for key, value in state.items() if key.startswith("absmax")}
+        return state | {key: Awaited(shape, partial(own, each)) for key, each in scales.items()}
     keys = [key.removesuffix(".codes") for key in state if key.endswith(".codes")]
     if not keys:
         return state
@@ -115,7 +147,7 @@ def _runs_of_blocks(entry: OptimizerEntry, optimizer: InBlocks) -> Runs | None:
     Raises:
         OptimStateError: the state of some ranks is in blocks, and blocks are cut.
     """
-    block, shape, spec = optimizer.block_size, tuple(entry.parameter.shape), entry.spec
+    block, shape, spec = block_size(optimizer), tuple(entry.parameter.shape), entry.spec
     runs = Runs(shape, 1, 0, (math.prod(shape),)) if spec is None else _runs_of(spec)
     sizes = [math.prod(entry.local_shape)] if runs is None else map(runs.local_numel, range(runs.num_ranks))
     have_blocks = [has_blocks(optimizer, entry.parameter, numel) for numel in sizes if numel]
@@ -126,7 +158,7 @@ def _runs_of_blocks(entry: OptimizerEntry, optimizer: InBlocks) -> Runs | None:
             f"{entry.names[0]}: its state of {type(optimizer).__name__} is in blocks over one flat parameter, "
             "which are not saved by name; wrap with use_orig_params=True"
         )
-    if runs is None or not all(have_blocks) or any(end % block for end in runs.ends):
+    if runs is None or not all(have_blocks) or any(end % block and end != runs.numel for end in runs.ends):
         rows = block // math.gcd(block, math.prod(shape[1:]))
         raise OptimStateError(
             f"{entry.names[0]}: its state of {type(optimizer).__name__} is in blocks of {block} elements, and some "
@@ -158,6 +190,6 @@ def _spec(spec: DTensorSpec | None, runs: Runs, block: int, of_block: torch.Tens
     if is_ragged(spec):
         axes = list(reversed(layout_of(spec).axes))
     each = of_block.numel()
-    shape = (runs.numel // block * each,)
-    cut = Runs(shape, runs.num_ranks, runs.first, tuple(end // block * each for end in runs.ends))
+    shape = (-(-runs.numel // block) * each,)
+    cut = Runs(shape, runs.num_ranks, runs.first, tuple(-(-end // block) * each for end in runs.ends))
     return ragged_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, shape, of_block.dtype, cut, axes)

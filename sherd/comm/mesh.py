@@ -215,6 +215,13 @@ class DataMesh:
         }
         return {way: WireErrors(self.comm.error_limit is not None) for way, is_encoded in ways.items() if is_encoded}
 
+    def of_copy(self) -> DataMesh:
+        """Returns this mesh for a copy of its unit: with errors of its own, if anything is encoded."""
+        if not self.wire_errors:
+            return self
+        roles = self.dims, self.comm, self.shards_replicas, self.keeps_unsharded, self.copies
+        return DataMesh(self.mesh, self.shard_axis, self.replicate_axis, self.full, *roles)
+
     @cached_property
     def fetch_transport(self) -> Transport:
         """The transport that gathers the parts of a shard along the replicate axis."""

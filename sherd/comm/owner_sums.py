@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from sherd.codecs import codec_of, decode_parts, encode_parts, parts_at_once
+from sherd.codecs import codec_of, decode_parts, decoding_bytes, encode_parts, parts_at_once
 from sherd.comm.narrowing import Narrowing
 from sherd.comm.transport import Pending, Sizes, Transport, cut, held, parts, then
 from sherd.comm.wire_errors import WireErrors, squares
@@ -161,9 +161,9 @@ def scratch_bytes(transport: Transport, codec: Codec | None, sizes: Sequence[int
     """Returns the bytes that such sums take on `rank`."""
     if codec is not None:
         own = codec.num_bytes(sizes[rank])
-        # Encoding takes a temporary of the parts of one call, and the versions that are decoded at once are no longer.
-        widened = 4 * max(sizes) * min(len(sizes), parts_at_once(codec, max(sizes)))
-        return sum(map(codec.num_bytes, sizes)) + len(sizes) * own + widened
+        # The versions that are decoded at once; encoding takes less.
+        decoding = decoding_bytes(codec, [sizes[rank]] * len(sizes), 4)
+        return sum(map(codec.num_bytes, sizes)) + len(sizes) * own + decoding
     if transport.shares_memory or len(sizes) == 1:
         return 0
     return transport.scratch_bytes(sizes, rank, itemsize) or len(sizes) * sizes[rank] * itemsize

@@ -129,6 +129,8 @@ class _Group:
         if self._live is Live.GATHERING:
             self._live = Live.UNSHARDED
             self._become_unsharded()
+            if self._sizes.decoding and self._held[MemoryKind.ROWS]:
+                self._hold(MemoryKind.ROWS, self._sizes.rows + self._sizes.decoding)
             self._drop(MemoryKind.ROWS, MemoryKind.SENT)
 
     def _become_unsharded(self) -> None:

@@ -58,6 +58,7 @@ class GroupSizes:
         kept: unsharded parameters that are never freed; `unsharded` is 0 then.
         is_renewed: each use gathers what is kept again.
         rows: 0 where the all-gather fills the unsharded buffer itself.
+        decoding: what decoding the rows takes, in addition to them and the unsharded buffer.
         sent: 0 where the all-gather sends the shards themselves.
         arriving: the unsharded gradient of each trainable parameter, in the order of the parameters.
         borrows: the only gradient is sent from where autograd made it.
@@ -76,6 +77,7 @@ class GroupSizes:
     kept: int = 0
     is_renewed: bool = False
     rows: int = 0
+    decoding: int = 0
     sent: int = 0
     part: int = 0
     arriving: tuple[int, ...] = ()

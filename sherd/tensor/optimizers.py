@@ -215,23 +215,39 @@ class InBlocks(Optimizer):
 
 
 def in_blocks(optimizer: object) -> TypeGuard[InBlocks]:
-    """Returns whether `optimizer` is one of torchao's that keep their state in blocks."""
-    names = (f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__)
-    return "torchao.optim.adam._AdamBase" in names
+    """Returns whether `optimizer` is one of torchao's or bitsandbytes' that keep their state in blocks."""
+    return _is_a(optimizer, "torchao.optim.adam._AdamBase") or of_bitsandbytes(optimizer)
 
 
-def has_blocks(optimizer: InBlocks, parameter: torch.Tensor, numel: int) -> bool:
+def of_bitsandbytes(optimizer: Any) -> bool:
+    """Returns whether `optimizer` is one of bitsandbytes' whose steps are element-wise but for the blocks."""
+    return _is_a(optimizer, "bitsandbytes.optim.optimizer.Optimizer8bit") and not optimizer.args.max_unorm
+
+
+def _is_a(optimizer: object, name: str) -> bool:
+    return name in [f"{each.__module__}.{each.__name__}" for each in type(optimizer).__mro__]
+
+
+def block_size(optimizer: InBlocks) -> int:
+    """Returns the elements of a block. A tensor of bitsandbytes' may end within one."""
+    return getattr(optimizer, "block_size", 256)
+
+
+def has_blocks(optimizer: Any, parameter: torch.Tensor, numel: int) -> bool:
     """Returns whether `optimizer` keeps blocks for a tensor of `numel` elements in the dtype of `parameter`."""
+    if of_bitsandbytes(optimizer):
+        return bool(optimizer.args.optim_bits == 8 and numel >= optimizer.args.min_8bit_size)
     like = torch.empty(numel, dtype=parameter.dtype, device="meta")
     return type(optimizer._new_buffer(like, True)) is not torch.Tensor
 
 
 def _warn_of_cut_blocks(optimizer: InBlocks, parameters: Sequence[torch.Tensor]) -> None:
     """Warn if this rank holds a part of a block: the optimizer keeps state of such a shard in full precision."""
-    block = optimizer.block_size
+    block = block_size(optimizer)
     for parameter in parameters:
         local = local_part(parameter)
-        is_cut = local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:])
+        is_part = local.shape != parameter.shape
+        is_cut = is_part and (local.numel() % block or (local.ndim > 1 and local.shape[1:] != parameter.shape[1:]))
         if is_cut and has_blocks(optimizer, parameter, parameter.numel()):
             rows = block // math.gcd(block, math.prod(parameter.shape[1:]))
             warnings.warn(

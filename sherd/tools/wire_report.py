@@ -279,18 +279,16 @@ def _gathers(name: str, unit: Unit, at: int, times: int) -> Iterator[_Way]:
         yield _Way(CommRow(name, "replicate", "gather", _name(dtype), _name(dtype), None, nbytes, 0), group, measure)
     if mesh.num_shards == 1 or weights.plan.is_never_gathered:
         return
-    own, times = group.shard_sizes[mesh.shard_rank], times * (mesh.num_shards - 1)
-    form, plain = _name(dtype), own * dtype.itemsize
+    own, others = group.shard_sizes[mesh.shard_rank], mesh.num_shards - 1
+    form, plain = _name(dtype), weights.sent_bytes(times) * others
     if group.gathers_itself:
-        form, plain, measure = type(group.shard_buffer).__name__, group.shard_bytes, None
+        form, measure = type(group.shard_buffer).__name__, None
     nbytes, codec = plain, mesh.gather_codec if weights.plan.is_encoded else None
     is_above = codec is not None and weights.is_unencoded
     if codec is not None and not is_above:
-        form, nbytes, measure = codec.name, codec.num_bytes(own), partial(_encoded, unit, at, codec)
-    saved = (plain - nbytes) * times
-    yield _Way(
-        CommRow(name, "shard", "gather", form, _name(dtype), None, nbytes * times, saved, is_above), group, measure
-    )
+        form, nbytes, measure = codec.name, codec.num_bytes(own) * times * others, partial(_encoded, unit, at, codec)
+    row = CommRow(name, "shard", "gather", form, _name(dtype), None, nbytes, plain - nbytes, is_above)
+    yield _Way(row, group, measure)
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ class Config:
     precision: str = limited("fp32", "of forward and backward; weights stay fp32", one_of("fp32", "bf16"))
     compile: bool = limited(False, "compile each block (torch.compile); the first steps take longer")
     cuda_graph: bool = limited(False, "replay forward, backward and clipping as one CUDA graph: docs/do/train.md")
-    reproducible: bool = limited(False, "the same bits on any number of ranks: docs/do/reproducible.md")
+    reproducible: bool = setting("reproducible")
     # The run
     steps: int = limited(0, "optimizer steps; 0: as many as fit into minutes", at_least(0))
     minutes: float = limited(3.0, "of training; start, evaluation and saving take more time", above(0))

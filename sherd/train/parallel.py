@@ -73,7 +73,6 @@ def parallelized(model: Decoder | HuggingFace, grid: RankGrid, config: Config) -
 def _options(config: Config) -> dict[str, Any]:
     """The other arguments of `auto_shard`."""
     dtypes = (torch.bfloat16, torch.float32) if config.precision == "bf16" else ()
-    order = "ranks" if config.reproducible else "any"
     return {
         "placements": None if config.strategy == "auto" else config.strategy,
         "placement": {"shard": None, "flat": Flat(), "whole": Owned()}[config.placement],
@@ -81,7 +80,7 @@ def _options(config: Config) -> dict[str, Any]:
         "mp_policy": MixedPrecisionPolicy(*dtypes),
         "offload_policy": offload_policy(config.offload),
         # A replay runs no Python, so nothing is compared in it.
-        "comm_policy": comm_policy(config, torch.bfloat16, order, divergence="trust" if config.cuda_graph else "error"),
+        "comm_policy": comm_policy(config, torch.bfloat16, divergence="trust" if config.cuda_graph else "error"),
     }
 
 

@@ -1,5 +1,7 @@
 """Parameters and gradients that travel encoded; the optimizer and all other readers have them as they are."""
 
+import gc
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
+from bench.peak import LiveBytes
 from sherd.codecs import BlockCodec
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError
@@ -203,3 +206,27 @@ def test_what_cannot_be_encoded_is_refused():
     model = sherd.fully_shard(nn.Linear(4, 4), comm_policy=sherd.CommPolicy(reduce=sherd.Reduction(wire="int8")))
     with pytest.raises(PolicyError, match="a reduction of the user's own would not; leave one of the two out"):
         Unit.of(model).change(all_reduce=lambda _: None)
+
+
+@on_processes(2)
+def test_the_peak_of_a_step_with_formats_is_as_forecast():
+    formats = (("int8", None), ("int4", "int8"), (None, "fp8_e5m2"), ("fp8_e4m3", "int4"))
+    placements, dtypes = (None, sherd.Flat()), (None, torch.bfloat16)
+    for (gather, wire), placement, dtype, reshard in product(formats, placements, dtypes, (True, False)):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+        policy = sherd.CommPolicy(gather=gather, reduce=sherd.Reduction(wire=wire) if wire else None)
+        precision = sherd.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+        options = {"comm_policy": policy, "mp_policy": precision, "reshard_after_forward": reshard}
+        for block in (*model, model):
+            sherd.fully_shard(block, **options | ({"placement": placement} if placement else {}))
+        x = torch.randn(1, 256)
+        with LiveBytes() as live:
+            for _ in range(3):
+                model.zero_grad()
+                gc.collect()
+                report = sherd.memory_report(model)
+                live.forget_peak()
+                before = live.now
+                model(x).float().square().sum().backward()
+        forecast = report.predicted_peak - sum(row.now for row in report.rows)
+        assert forecast == pytest.approx(live.peak - before, rel=0.02), (gather, wire, placement, dtype, reshard)

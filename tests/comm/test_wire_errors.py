@@ -1,5 +1,6 @@
 """What codecs change: `comm_report` says it, and `CommPolicy(error_limit=)` limits it, on all ranks together."""
 
+import copy
 import logging
 import math
 from contextlib import nullcontext
@@ -301,6 +302,26 @@ def test_above_the_limit_a_unit_sends_unencoded_from_then_on(way, threads):
     said = max(fallen_back_on, key=len)
     assert len(said) == 2 * ways, said
     assert all("it is not encoded any more" in text for text in said)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "wrapper"])
+def test_a_copy_has_errors_of_its_own(way, threads):
+    threads(num_ranks(way)).run(copied, way)
+
+
+def copied(way: str) -> None:
+    policy = CommPolicy(gather="int4", reduce=Reduction(wire="int4"), error_limit=0.01, above_limit="unencoded")
+    model = made(policy, **WAYS[way])
+    first = copy.deepcopy(model)
+    model(rows()).square().sum().backward()
+    for each, is_above in ((model, True), (first, False), (copy.deepcopy(model), False)):
+        found = sherd.comm_report(each)
+        assert any(row.is_above_limit for row in found.rows) is is_above, found
+    with sherd.comm_report(first) as report:
+        model(rows()).square().sum().backward()
+    assert {row.error for row in report.rows if row.phase == "reduce"} == {None}, "the other model's are not counted"
+    first(rows()).square().sum().backward()
+    assert any(row.is_above_limit for row in sherd.comm_report(first).rows)
 
 
 @on_processes(2)

@@ -155,3 +155,112 @@ def test_weights_in_int8_are_trained_though_they_have_no_norm(world):
     expected = steps_in_few_bits(kind, False)
     for found in world(2).run(steps_in_few_bits, kind, True):
         assert_same(found, expected, rtol=2e-2, atol=0)  # rounded at random, by each rank's generator
+
+
+# NVFP4: torchao's training keeps plain weights, which its products quantize. Those need triton, and torch multiplies in
+# FP4 on GPUs of compute capability 10 alone. On a CPU its tensors can be tried, as a weight that sends them.
+
+
+def in_nvfp4(rows):
+    """A weight that is gathered as torchao's NVFP4Tensor: 4 bits an element, a scale in float8 for each 16 in a row."""
+    tensors = pytest.importorskip("torchao.prototype.moe_training.tensor")
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor").NVFP4Tensor
+
+    class Quantized(tensors.TrainingWeightWrapperBaseTensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                if function is nn.functional.linear and not hasattr(args[1], "device_mesh"):
+                    weight = args[1]._data
+                    if args[1].config == "exact":
+                        weight = nvfp4.to_nvfp4(weight).dequantize()
+                    return Product.apply(args[0], args[1], weight)
+                return function(*args, **(kwargs or {}))
+
+        def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
+            sent = nvfp4.to_nvfp4(self._data)
+            return (sent.qdata.view(torch.uint8), sent.scale.view(torch.uint8)), self.dtype
+
+        def fsdp_post_all_gather(self, gathered, dtype, param_dtype, *, out=None):
+            codes, scales = gathered
+            values = nvfp4(codes, scales.view(torch.float8_e4m3fn), 16, dtype).dequantize()
+            if out is None:
+                return Quantized(values, "rounded"), (values,)
+            with torch.autograd._unsafe_preserve_version_counter(out._data):  # as torchao's own do
+                out._data.copy_(values)
+            return None
+
+    return nn.Parameter(Quantized(rows, "exact"))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, values):
+        ctx.save_for_backward(x, values)
+        return x @ values.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values = ctx.saved_tensors
+        return grad @ values, grad.flatten(0, -2).t() @ x.flatten(0, -2), None
+
+
+def steps_in_nvfp4(shard, rows=WIDTH):
+    """Outputs of two steps. The weights are quantized before they travel, or in the product."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, rows, bias=False), nn.GELU(), nn.Linear(rows, WIDTH, bias=False))
+    for layer in (model[0], model[2]):
+        layer.weight = in_nvfp4(layer.weight.detach())
+    for layer in (model[0], model[2], model) if shard is not None else ():
+        shard(layer)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        y = model(x)
+        found.append(y.detach().clone())
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
+def by_torch_in_nvfp4():
+    from torch.distributed.fsdp import fully_shard
+
+    return steps_in_nvfp4(fully_shard)
+
+
+def by_sherd_in_nvfp4(rows):
+    return steps_in_nvfp4(sherd.fully_shard, rows)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_what_is_quantized_to_nvfp4_and_then_gathered_is_what_is_gathered_and_then_quantized(world):
+    for num_ranks, rows in ((2, WIDTH), (3, 80)):
+        expected = steps_in_nvfp4(None, rows)
+        for found in world(num_ranks).run(by_sherd_in_nvfp4, rows):
+            assert torch.equal(found[0], expected[0]), (num_ranks, rows)
+            assert_same(found[1], expected[1], rtol=2e-2, atol=2e-2)  # another mean of gradients may round otherwise
+    expected = steps_in_nvfp4(None)
+    for found in world(2).run(by_torch_in_nvfp4):
+        assert torch.equal(found[0], expected[0])
+
+
+def nvfp4_linears():
+    """The losses of torchao's own linears, or what they raise; the weights afterwards."""
+    training = pytest.importorskip("torchao.prototype.moe_training.nvfp4_training.nvfp4_training")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)).bfloat16()
+    before = [each.detach().clone() for each in model.parameters()]
+    quantization.quantize_(model, training.NVFP4TrainingConfig(rht_sign_vector=(1, -1) * 8))
+    for layer in (*model, model):
+        sherd.fully_shard(layer)
+    with pytest.raises(NotImplementedError, match="triton"):
+        model(torch.ones(128, 128, dtype=torch.bfloat16)).sum().backward()
+    assert all(torch.equal(now.full_tensor(), then) for now, then in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a CPU refuses")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_linears_of_nvfp4_training_have_plain_shards_and_only_their_product_needs_triton(world):
+    world(2).run(nvfp4_linears)

@@ -276,6 +276,13 @@ def test_an_error_of_torch_goes_on_with_a_note(make, where):
     assert re.search(r"micro-batch(?:es)? of \d+ samples?: saves ", note)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_is_encoded_has_the_name_of_its_codec(where):
+    policy = sherd.CommPolicy(gather="int8")
+    _, note = on_second(failing, partial(composed, comm_policy=policy), where)
+    assert re.search(r"^  gathered rows \(int8\) +[\d.,]+ \w+", note, re.MULTILINE), note
+
+
 def run_out(*_):
     raise torch.OutOfMemoryError("no room")
 

@@ -51,6 +51,20 @@ def test_what_is_sent_is_as_long_as_codecs_make_it():
         assert sent(found) == BLOCKS * (times[name] * part + rest + flags), (name, word)
 
 
+def test_gradients_in_the_order_of_ranks_take_the_bytes_of_a_reduce_scatter_and_a_pass_over_all_contributions():
+    fast = replace(read_cluster("laptop"), across=Link(0.0, 1e18), within=Link(0.0, 1e18))
+    for options in ({}, {"reduce": "bf16"}, {"placement": "flat"}):
+        usual, found = (planned(2, fast, **options, reproducible=each) for each in (False, True))
+        assert found.prediction.timeline.peak.nbytes >= usual.prediction.timeline.peak.nbytes
+        assert 0 <= sent(usual) - sent(found) <= BLOCKS * 4, "but for the flag of each unit"
+        added, had = ([s for s in each.timeline.spans if s.name == "add up"] for each in (found, usual))
+        assert len(added) == BLOCKS
+        assert not had
+        assert found.fully_shard_args["comm_policy"].sums_in_order
+        assert "added up in the order of ranks" in str(found)
+    assert "order" not in str(usual)
+
+
 def codec_names():
     return [name for name in COSTS if name != "bf16"]
 

@@ -18,7 +18,7 @@ from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import ModelLayout, auto_units
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.simulate.cluster import read_cluster
-from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.settings import Mesh, Settings, comm_policy
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import Config
@@ -55,6 +55,7 @@ def recorded(
     mesh=TWO,
     shape=DECODER,
     on=range(2),
+    **formats,
 ):
     """The timeline of a settled step, on the ranks `on`; None on the others."""
     torch.manual_seed(0)
@@ -63,7 +64,8 @@ def recorded(
     for block in evenly_spread(model.blocks, checkpointing):
         contexts = selective_contexts if recompute == "selective" else noop_context_fn
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    options = {"comm_policy": CommPolicy(transport), "prefetch_policy": PrefetchPolicy(1, 1)}
+    policy = comm_policy(Settings(mesh, **formats), torch.bfloat16, transport=transport)
+    options = {"comm_policy": policy, "prefetch_policy": PrefetchPolicy(1, 1)}
     if placement == "flat":
         options["placement"] = Flat()
     if precision is not None:
@@ -205,6 +207,32 @@ def test_a_step_runs_as_it_is_predicted(world, way):
             each.pop(MemoryKind.TRANSPORT.value, None)
         # Backward begins with a gradient of one number, which the plan has a moment earlier.
         assert planned == pytest.approx(found, abs=4)
+
+
+FORMATS = [  # plans take the fastest transport
+    {"reproducible": True},
+    {"reproducible": True, "placement": "flat"},
+    {"reproducible": True, "micro_batches": 2},
+    {"reproducible": True, "reduce": "bf16"},
+    {"reproducible": True, "precision": torch.bfloat16},
+    {"gather": "int8"},
+    {"gather": "int8", "placement": "flat"},
+    {"gather": "int4", "precision": torch.bfloat16},
+    {"gather": "fp8_e4m3", "reshard": False},
+    {"gather": "int8", "reduce": "int8"},
+    {"reduce": "bf16"},
+]
+
+
+@pytest.mark.parametrize("way", FORMATS, ids=str)
+def test_a_step_with_formats_and_orders_runs_as_it_is_predicted(world, way):
+    plan, traces = predicted(**way), world(2).run(recorded, transport="auto", **way)
+    for trace in traces:
+        assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.02)
+        assert counts(plan) == counts(trace)
+        if "reproducible" in way:
+            assert_same_buffers(plan, trace, "auto")
+            assert engine(plan.peak.by_kind) == engine(trace.peak.by_kind)
 
 
 @pytest.mark.parametrize("way", OF_LARGE_WEIGHTS, ids=str)

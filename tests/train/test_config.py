@@ -93,7 +93,7 @@ def test_formats_are_those_of_codecs_and_become_a_policy():
         reduce=Reduction(wire="int8"), reduce_replicas=Reduction()
     )
     rounded = Config.of({"reproducible": True, "reduce": "bf16"})
-    assert comm_policy(rounded, torch.bfloat16, "ranks").reduce == Reduction(wire=torch.bfloat16, order="ranks")
+    assert comm_policy(rounded, torch.bfloat16).reduce == Reduction(wire=torch.bfloat16, order="ranks")
     assert {word for words in FORMATS.values() for word in words} == {"own", "same", *COSTS}
 
 

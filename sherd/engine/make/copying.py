@@ -130,12 +130,13 @@ def _prepare(unit: Unit, memo: Memo) -> None:
 def _remake(unit: Unit, memo: Memo) -> None:
     """Make a unit of the copies of `unit`'s modules, and put it into the memo."""
     modules = [memo[id(module)] for module in unit.modules]
-    records = []
+    records, meshes = [], {mesh: mesh.of_copy() for mesh in unit.meshes}
     for record in unit.parameters:
         shard = memo[id(record.shard)]
         copied = replace(
             record,
             shard=shard,
+            mesh=meshes[record.mesh],
             holder=weakref.ref(memo.get(id(record.holder()), modules[0])),
             places=[place for each in record.places if (place := each.on_copy(memo)) is not None],
             attributes=copy.deepcopy(record.attributes, memo),
@@ -151,7 +152,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         modules,
         records,
         tied_owners=(),
-        mesh=unit.mesh,
+        mesh=meshes[unit.mesh],
         streams=unit.streams,
         precision=unit.precision,
         place=unit.place,

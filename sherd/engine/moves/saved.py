@@ -56,6 +56,8 @@ class StorageOwner(ABC):
     """
 
     live: Live
+    has_phases = False
+    """Whether memory of one phase is away in the other."""
 
     def __init__(self, unshard: Callable[[], None]) -> None:
         # The views that autograd saved and has not read since. Unlike `num_saved_views` the number is the same on all
@@ -226,6 +228,11 @@ def _unpack(saved: _Saved) -> Any:
         if part[3]:
             part[3] = False
             owner.num_unread_views -= 1
+            if owner.has_phases and kept.numel() and not kept.untyped_storage().nbytes():
+                raise GradientError(
+                    f"backward needs a tensor of shape {tuple(kept.shape)} that was gathered for forward alone; save "
+                    "the weight for backward, not what is inside of it: its planes are those of backward then"
+                )
     if kept.__class__ is SavedView:
         kept = kept.read()
     # Autograd compares no versions of what hooks unpack, so the comparison is made here:

@@ -3,10 +3,15 @@
 The subclass says which tensors are gathered, and makes the unsharded tensor of them. The protocol is torch's, as fp8,
 int8 and NF4 tensors implement it on the shard's local tensor:
 
-    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
+    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy][, *, phase]) -> (tensors to send, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype)              -> (unsharded tensor, tensors to free with it)
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=unsharded) -> None, the second time and later
     fsdp_should_release_all_gather_outputs_after_post_all_gather()           -> True: `gathered` may be freed after it
+
+A subclass may have planes that only forward or only backward reads, and then sends those of the `phase`: "forward",
+"backward" or "both". Each phase has gathered buffers of its own; the unsharded tensor stays one object, to which the
+subclass gives the planes that came. Tensors that were written for FSDP2 ask the state of their module instead, of which
+`_torch.GatherState` has the part that they read.
 
 Ranks with shards of other sizes may send tensors of other sizes: at the first gather they tell each other how large.
 
@@ -21,12 +26,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from sherd._torch import increment_versions
+from sherd._torch import GatherState, increment_versions
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
@@ -53,20 +58,63 @@ class _Terms:
     metadata: Any
 
 
-class _Unsharded(Unsharded):
-    """The gathered buffers, and the unsharded `tensor` that the subclass made of them at the first gather.
+Phase = Literal["forward", "backward", "both"]
+"""The phase of a step that reads what a gather brings: `"both"` if it is kept from forward to backward, or rerun."""
+
+
+class _Planes:
+    """The `buffers` that gathers of one phase fill.
 
     Attributes:
-        given: the gathered buffers as the subclass gets them. Their versions, which autograd compares where it saved
-            one for backward, are their own: an all-gather that fills the buffers again leaves them alone.
+        given: the buffers as the subclass gets them. Their versions, which autograd compares where it saved one for
+            backward, are their own: an all-gather that fills the buffers again leaves them alone.
+        sizes: how many elements of each tensor the ranks send.
+    """
+
+    def __init__(self, sizes: tuple[Sizes, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        self.sizes = sizes
+        self.buffers = tuple(Buffer(sum(of), dtype, device) for of, dtype in zip(sizes, dtypes, strict=True))
+        with torch.inference_mode(False):
+            self.given = tuple(buffer.tensor.data for buffer in self.buffers)
+        self._as_of: list[tuple[int, bool]] = []
+        self._arrived: tuple[int, ...] = ()
+
+    def arrived(self, as_of: list[tuple[int, bool]]) -> None:
+        """Note that the buffers are filled: modified in place, if shards were, as in `Unsharded.show`."""
+        if as_of != self._as_of:
+            increment_versions(self.given)
+            self._as_of = as_of
+        self._arrived = self._now
+
+    @property
+    def _now(self) -> tuple[int, ...]:
+        return tuple(map(VERSION, self.given))
+
+    @property
+    def are_as_gathered(self) -> bool:
+        """Whether the subclass has left the buffers as they came."""
+        return self._arrived == self._now
+
+
+class _Unsharded(Unsharded):
+    """The unsharded `tensor` that the subclass made of the planes of the first gather, and the `planes` of each phase.
+
+    Attributes:
+        gathered: the buffers of the phase that was gathered last.
+        named: tensors with memory of their own that the subclass named when it made `tensor`.
     """
 
     tensor: torch.Tensor | None = None
 
-    def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
-        super().__init__(records, gathered)
-        with torch.inference_mode(False):
-            self.given = tuple(buffer.tensor.data for buffer in gathered)
+    def __init__(self, records: Sequence[ShardedParameter]) -> None:
+        super().__init__(records, ())
+        self.planes: dict[Phase, _Planes] = {}
+        self.named: tuple[Buffer, ...] = ()
+
+    def turn_to(self, phase: Phase, planes: _Planes) -> None:
+        """Have the `planes` of `phase` be those that are gathered."""
+        self.buffers += () if phase in self.planes else planes.buffers
+        self.planes[phase], self.gathered = planes, planes.buffers
 
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
         """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`.
@@ -77,23 +125,10 @@ class _Unsharded(Unsharded):
         """
         has_memory = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         self.tensor = tensor if has_memory else local_part(parameter)
-        self.buffers = (*self.gathered, *map(Buffer.of, inner))
+        known = {buffer.address for buffer in self.gathered}
+        self.named = tuple(buffer for buffer in map(Buffer.of, inner) if buffer.address not in known)
+        self.buffers += self.named
         self.parameters = [parameter]
-
-    def arrived(self, as_of: list[tuple[int, bool]]) -> None:
-        """Note that the buffers are filled: modified in place, if shards were, as in `show`."""
-        if as_of != self._as_of:
-            increment_versions(self.given)
-        self._arrived = self._now
-
-    @property
-    def _now(self) -> tuple[int, ...]:
-        return tuple(map(VERSION, self.given))
-
-    @property
-    def are_as_gathered(self) -> bool:
-        """Whether the subclass has left the gathered buffers as they came."""
-        return self._arrived == self._now
 
 
 class SelfGatheredWeights(Weights):
@@ -116,7 +151,12 @@ class SelfGatheredWeights(Weights):
         self._precision = replace(precision, param_dtype=self._record.param_dtype, param_dtype_override_fn=None)
         self._releases = _releases_gathered(self._record.name, self._record.local)
         self._terms: _Terms | None = None
-        self._sizes: tuple[Sizes, ...] = ()
+        self.phase: Phase = "both"
+        self.brought: Phase = "both"  # by the last gather, if the tensor tells phases apart
+
+    def be_read_in(self, phase: Phase) -> None:
+        """Note the phase that reads what is gathered next."""
+        self.phase = phase
 
     @property
     def is_unread(self) -> bool:
@@ -125,16 +165,31 @@ class SelfGatheredWeights(Weights):
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of all tensors that the subclass named; before the first gather, of all ranks' shards."""
+        """Bytes of all tensors that the subclass named, in the larger phase; before the first gather, of all shards."""
         if self.made is None:
             return self.group.shard_bytes * self.group.packing.num_ranks
-        kept = self.made.buffers[len(self.made.gathered) if self._releases else 0 :]
-        return sum(buffer.nbytes for buffer in {buffer.address: buffer for buffer in kept}.values())
+        named = {buffer.address: buffer.nbytes for buffer in self.made.named}
+        return sum(named.values()) + (0 if self._releases else self._gathered_bytes)
 
     @property
     def rows_bytes(self) -> int:
         """Bytes of gathered tensors that are freed once the subclass has made the unsharded one of them."""
-        return sum(buffer.nbytes for buffer in self.made.gathered) if self._releases and self.made is not None else 0
+        return self._gathered_bytes if self._releases else 0
+
+    @property
+    def _gathered_bytes(self) -> int:
+        phases = () if self.made is None else self.made.planes.values()
+        return max((sum(buffer.nbytes for buffer in planes.buffers) for planes in phases), default=0)
+
+    def sent_bytes(self, times: int) -> int:
+        """Returns the bytes of this rank's planes that `times` gathers of a step send to one rank, as far as known."""
+        if self.made is None or not self.has_phases:
+            return self.group.shard_bytes * times
+        planes, rank = self.made.planes, self.group.mesh.shard_rank
+        phases: tuple[Phase, ...] = ("both",) if times == 1 else ("forward", "backward")
+        sent = [planes.get(phase, planes[self.brought]) for phase in phases]
+        pairs = (pair for each in sent for pair in zip(each.sizes, each.buffers, strict=True))
+        return sum(sizes[rank] * buffer.tensor.itemsize for sizes, buffer in pairs)
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
@@ -146,14 +201,19 @@ class SelfGatheredWeights(Weights):
         group = self.group
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
         sources = tuple(tensor.contiguous().view(-1) for tensor in tensors)
-        self._sizes = self._sizes or self._agreed([source.numel() for source in sources])
         if self.made is None:
-            pairs = zip(sources, self._sizes, strict=True)
-            buffers = tuple(Buffer(sum(sizes), source.dtype, group.device) for source, sizes in pairs)
-            self.made = _Unsharded(group.parameters, buffers)
+            self.made = _Unsharded(group.parameters)
+        planes = self.made.planes.get(self.brought)
+        if planes is None:
+            sizes = self._agreed([source.numel() for source in sources])
+            planes = _Planes(sizes, [source.dtype for source in sources], group.device)
+            for buffer in planes.buffers:
+                saved.watch(buffer.tensor.untyped_storage(), self)
+        self.made.turn_to(self.brought, planes)
+        self.has_phases = self.has_phases or self.brought != "both"
         self._terms = _Terms(tuple(tensor.shape for tensor in tensors), metadata)
         # No sources here, because the handoff holds them until compute has waited.
-        self._flight = Flight(self._gather_into_buffers(transport, sources, self._sizes), (), group.version)
+        self._flight = Flight(self._gather_into_buffers(transport, sources, planes.sizes), (), group.version)
 
     def _agreed(self, own: list[int]) -> tuple[Sizes, ...]:
         """Returns how many elements of each tensor the ranks send, of which this rank sends `own`.
@@ -174,13 +234,17 @@ class SelfGatheredWeights(Weights):
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Call `fsdp_pre_all_gather` with as many arguments as it takes: its older form takes the mesh alone."""
-        mesh = self.group.mesh.shard_mesh
-        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
-            tensors, metadata = local.fsdp_pre_all_gather(mesh)
+        mesh, taken = self.group.mesh.shard_mesh, dict(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        terms = {"phase": self.phase} if taken.pop("phase", None) else {}
+        state = None
+        if len(taken) == 1:
+            tensors, metadata = local.fsdp_pre_all_gather(mesh, **terms)
         else:
-            shape = self._record.shape
+            shape, holder = self._record.shape, self._record.holder()
             stride = torch.empty(shape, device="meta").stride()
-            tensors, metadata = local.fsdp_pre_all_gather(mesh, shape, stride, self._record.holder(), self._precision)
+            state = GatherState.of(holder, self.phase)
+            tensors, metadata = local.fsdp_pre_all_gather(mesh, shape, stride, holder, self._precision, **terms)
+        self.brought = self.phase if terms or (state is not None and state.was_read) else "both"
         return tuple(tensors), metadata
 
     def _land(self, flight: Flight) -> None:
@@ -188,11 +252,12 @@ class SelfGatheredWeights(Weights):
         flight.handoff.wait()
         unsharded, terms = self.made, self._terms
         assert unsharded is not None and terms is not None, "an all-gather is waited for once it was started"
-        gathered = tuple(each.view(-1, *shape[1:]) for each, shape in zip(unsharded.given, terms.shapes, strict=True))
+        planes = unsharded.planes[self.brought]
+        gathered = tuple(each.view(-1, *shape[1:]) for each, shape in zip(planes.given, terms.shapes, strict=True))
         # Before the subclass gets the buffers. If it writes in them, a part of them would be of no use in backward.
-        unsharded.arrived(self.as_of)
+        planes.arrived(self.as_of)
         if unsharded.tensor is not None:
-            for buffer in unsharded.buffers:
+            for buffer in unsharded.named:
                 buffer.allocate()
             with torch.no_grad():
                 self._finish(gathered, terms.metadata, out=unsharded.tensor)
@@ -208,7 +273,7 @@ class SelfGatheredWeights(Weights):
             shown = self._record.as_unsharded(tensor.data)
             unsharded.keep(tensor, inner, nn.Parameter(shown, requires_grad=self._record.requires_grad))
         self._adopt(0, *unsharded.parameters)
-        for buffer in unsharded.buffers:
+        for buffer in unsharded.named:
             saved.watch(buffer.tensor.untyped_storage(), self)
         self._release(unsharded)
 
@@ -223,7 +288,7 @@ class SelfGatheredWeights(Weights):
     @property
     def _may_keep_part(self) -> bool:
         """True if the gathered buffers are kept, unchanged by the subclass."""
-        return not self._releases and self.made is not None and self.made.are_as_gathered
+        return not self._releases and self.made is not None and self.made.planes[self.brought].are_as_gathered
 
     def free(self, keeps_storage: bool = False) -> None:
         """Show the shard again, and free the memory unless it `keeps_storage`, whatever the state."""

@@ -388,6 +388,10 @@ class Weights(Position, saved.StorageOwner):
         """Bytes of the rows, in compute's dtype, where the all-gather does not fill the unsharded buffer itself."""
         return self.plan.row_bytes
 
+    def sent_bytes(self, times: int) -> int:
+        """Returns the bytes of this rank's shards, unencoded, that `times` gathers of a step send to one rank."""
+        return self.group.shard_sizes[self.group.mesh.shard_rank] * self.group.compute_dtype.itemsize * times
+
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks."""
         return self.group.packing.unsharded_numel // size * self.group.compute_dtype.itemsize

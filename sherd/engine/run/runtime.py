@@ -33,7 +33,7 @@ from sherd._torch import (
 from sherd.comm.groups import default_group, require_alive
 from sherd.engine.moves.gradients import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
-from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.moves.selfgather import Phase, require_can_gather_itself
 from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.monitor import agree_on_call, monitors_of
 from sherd.engine.run.tape import Observer, Tape
@@ -228,6 +228,8 @@ class Runtime(UnitRuntime):
         # Noted before the gather, which may raise: torch runs our forward hook then, too, and `leave` ends the call.
         call = ForwardCall(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
+        if unit.self_gathered or unit.tied_owners:
+            self._read_in(unit, "forward")
         if recomputing:
             unit.backward.recompute_begins()
             self._expect_gradients(unit)
@@ -333,7 +335,37 @@ class Runtime(UnitRuntime):
             # torch takes such a callback only inside of a backward, so the first event of the backward queues it.
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
+        if unit.self_gathered or unit.tied_owners:
+            self._read_in(unit, "backward")
         self.tape.play(do.BeforeBackward, self._index[unit.id])
+
+    def phase_of(self, unit: Unit) -> Phase:
+        """Returns the phase that reads what is gathered of `unit` now.
+
+        It is both where the unit is kept between the two, where the user unshards it, and in a backward that runs its
+        forward again: with a checkpoint around it, or around a part of it.
+        """
+        spec = self.schedule.state.specs[self._index[unit.id]]
+        if spec.after_forward is not Keep.NOTHING or not spec.reshard_after_backward:
+            return "both"
+        phase: Phase = "both"
+        if not (self.in_backward and in_backward()):
+            phase = "forward" if self._calls else "both"
+        elif not (unit.backward.is_under_other_hooks or self._is_used(unit)):
+            phase = "backward"
+        return "both" if phase in unit.reread else phase
+
+    def _is_used(self, unit: Unit) -> bool:
+        """Returns whether a forward is under way that uses parameters of `unit`."""
+        return any(unit in (call.unit, *call.unit.tied_owners) for call in self._calls)
+
+    def _read_in(self, unit: Unit, phase: Phase) -> None:
+        """Have `unit` gathered again, for both, if what is gathered of it is for the other phase than `phase` alone."""
+        for each in (unit, *unit.tied_owners):
+            lacking = [w for w in each.self_gathered if w.live is not Live.SHARDED and w.brought not in (phase, "both")]
+            if lacking:
+                each.reread.add(lacking[0].brought)
+                self.tape.play(do.Reshard, self._index[each.id])
 
     def _expect_gradients(self, unit: Unit) -> None:
         when_complete = partial(self._gradients_complete, self._index[unit.id])
@@ -507,7 +539,7 @@ class Runtime(UnitRuntime):
 
         Parameters in use stay, as when an optimizer steps inside backward: the next forward sees that they are stale.
         """
-        if not (self.in_backward or any(unit in (call.unit, *call.unit.tied_owners) for call in self._calls)):
+        if not (self.in_backward or self._is_used(unit)):
             self.reshard(unit)
 
     @contextmanager

@@ -54,6 +54,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         kept=kept,
         is_renewed=plan.frees_unsharded,
         rows=_row_bytes(weights, fill),
+        decoding=_decoding_bytes(group, plan, fill),
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
         part=0 if reshard is None or isinstance(reshard, bool) or mesh.only_sums else weights.part_bytes(reshard),
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
@@ -88,17 +89,20 @@ def _lost_bytes(group: Group, plan: BufferPlan) -> int:
 
 
 def _row_bytes(weights: Weights, fill: Fill) -> int:
-    group, plan = weights.group, weights.plan
     if fill is Fill.ENCODED:
-        from sherd.codecs import parts_at_once  # of few policies, so loaded late
-
-        codec, sizes = group.mesh.gather_codec, group.shard_sizes
-        assert codec is not None, "the plan says that it is encoded"
-        # The parts of one call, for which our codecs take two temporaries of float32.
-        itemsize = (0 if plan.may_be_rows else group.compute_dtype.itemsize) + 8
-        at_once = parts_at_once(codec, max(sizes)) if plan.may_be_rows and len(set(sizes)) == 1 else 1
-        return _encoded_bytes(group, fill, sizes) + max(sizes) * min(len(sizes), at_once) * itemsize
+        return _encoded_bytes(weights.group, fill, weights.group.shard_sizes)
     return weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0
+
+
+def _decoding_bytes(group: Group, plan: BufferPlan, fill: Fill) -> int:
+    codec, sizes = group.mesh.gather_codec, group.shard_sizes
+    if codec is None or fill is not Fill.ENCODED:
+        return 0
+    from sherd.codecs import decoding_bytes  # of few policies, so loaded late
+
+    if plan.may_be_rows:
+        return decoding_bytes(codec, sizes, 0)
+    return decoding_bytes(codec, [max(sizes)], group.compute_dtype.itemsize)  # one rank's part after the other
 
 
 def _encoded_bytes(group: Group, fill: Fill, sizes: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from sherd._torch import in_backward, say_fully_sharded, write_into
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, under_way, wait_for_steps
+from sherd.engine.moves.selfgather import Phase
 from sherd.engine.run.backward import if_alive
 from sherd.engine.run.unit_groups import UnitGroups
 from sherd.engine.state.fetching import RestingPlace
@@ -75,6 +76,10 @@ class UnitRuntime(ABC):
         """Free the unsharded parameters of `unit`, because its shards have new values."""
 
     @abstractmethod
+    def phase_of(self, unit: Unit) -> Phase:
+        """Returns the phase that reads what is gathered of `unit` now."""
+
+    @abstractmethod
     def before_backward(self, unit: Unit) -> None:
         """Unshard `unit`, because autograd reaches it."""
 
@@ -128,6 +133,7 @@ class Unit(UnitGroups):
         sealed_into: returns the unit's `Runtime`, or None; typed by `Runtime.over`.
         runs: the runs of the modules, for a unit of several.
         lent: the terms on which unsharded copies are lent to the user, None outside of such a context.
+        reread: the phases in which a gather brings the planes of both, because the other one has read them, too.
         was_unsynced: the policy has had a backward leave gradients unreduced.
     """
 
@@ -162,7 +168,7 @@ class Unit(UnitGroups):
         self.ignored_names: tuple[str, ...] = ()
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
-        self.was_unsynced = False
+        self.was_unsynced, self.reread = False, set[Phase]()
         self.have(parameters, tied_owners, ignored)
 
     def __repr__(self) -> str:
@@ -447,6 +453,12 @@ class Unit(UnitGroups):
     def in_full_precision(self) -> bool:
         """Whether the unit computes in the parameters' own dtype now, whatever `param_dtype` says."""
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that reads what is gathered now; `"both"` of a unit that is unsharded by itself."""
+        runtime: UnitRuntime | None = self.sealed_into()
+        return "both" if runtime is None else runtime.phase_of(self)
 
     def _enter_backward(self) -> None:
         runtime: UnitRuntime | None = self.sealed_into()

@@ -21,7 +21,7 @@ from sherd.comm.streams import Handoff, Streams, under_way
 from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
-from sherd.engine.moves.selfgather import SelfGatheredWeights
+from sherd.engine.moves.selfgather import Phase, SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.state.compared import Compared
@@ -49,6 +49,7 @@ class UnitGroups(ABC):
         surrounds: there are units below this unit's modules.
         backward: the unit's part in the present backward.
         shards: the parameters as they are between steps.
+        self_gathered: the weights whose tensors have an all-gather of their own.
         touch_hooks: hooks on modules below the unit's own, to notice calls by themselves (`engine/run/touch.py`).
         compared: the facts about the unit that ranks have compared.
         gathers: some parameters are sharded over several ranks.
@@ -99,6 +100,11 @@ class UnitGroups(ABC):
         """Whether the unit computes in the parameters' own dtype now, whatever `param_dtype` says."""
 
     @property
+    @abstractmethod
+    def phase(self) -> Phase:
+        """The phase that reads what is gathered now."""
+
+    @property
     def live(self) -> Live:
         """The form of the parameters. A unit without parameters is always sharded."""
         lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
@@ -133,6 +139,7 @@ class UnitGroups(ABC):
                 if group.gathers_itself
                 else Weights(group, plan, self.streams, gradients.watch, self._unshard)
             )
+        self.self_gathered = [each for each in self.weights if isinstance(each, SelfGatheredWeights)]
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
@@ -230,6 +237,8 @@ class UnitGroups(ABC):
         """Start the all-gathers of all groups but the numbers `but`, by default in the unit's present precision."""
         if self.updating is not None:
             self.await_update()
+        for each in self.self_gathered:
+            each.be_read_in(self.phase)
         user = self.policy.all_gather
         for number, weights in enumerate(self.weights):
             if number in but or weights.live in (Live.GATHERING, Live.UNSHARDED):

@@ -6,7 +6,7 @@ import copy
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sherd.api.blocks import repeated_blocks
 from sherd.api.module import FSDPModule
+from sherd.codecs import codec_of
 from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import MemoryLimitError, StateError, UnsupportedError
 from sherd.fsdp1.wrapper import FullyShardedDataParallel
@@ -154,7 +155,7 @@ class _Follower(StepRecorder):
             self._held = self.storages.held_now()
             when = self._moment if isinstance(self._moment, str) else in_words(self._moment, self._names)
             said = f"{in_bytes(nbytes)} are alive {when}, more than the limit of {in_bytes(self._limit)}"
-            raise MemoryLimitError("\n".join([said, *_table(self._held, self._names)]))
+            raise MemoryLimitError("\n".join([said, *_table(self._held, self._names, _formats(self.runtime))]))
 
     def lines(self, running: Running) -> Iterator[str]:
         peak, inputs = running.predict(running.settings).timeline.peak, TensorKind.INPUT.value
@@ -178,7 +179,7 @@ def _lines(
     at_peak = most_within(timeline, phase, number)
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
     yield f"predicted to be alive then: {in_bytes(at_peak.total())}"
-    yield from _table(at_peak, names)
+    yield from _table(at_peak, names, _formats(runtime))
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return
@@ -265,12 +266,23 @@ def _of_kind(held: Held, kind: str) -> int:
     return sum(nbytes for (of, _), nbytes in held.items() if of == kind)
 
 
-def _table(held: Held, names: list[str]) -> Iterator[str]:
-    """Yields a line for each kind, with the two units that hold most of it."""
+def _formats(runtime: Runtime) -> dict[str, str]:
+    """Returns the formats of what gathers and reductions send encoded, by the kind of its bytes."""
+    meshes = [mesh for unit in runtime.units for mesh in unit.meshes]
+    gathers = [codec.name for mesh in meshes if (codec := mesh.gather_codec) is not None]
+    wires = [codec_of(each.wire) for mesh in meshes for each in mesh.comm.reductions if each is not None]
+    sums = [codec.name for codec in wires if codec is not None]
+    by_kind = ((MemoryKind.ROWS, gathers), (MemoryKind.SENT, gathers), (MemoryKind.TRANSPORT, sums))
+    return {kind.value: ", ".join(dict.fromkeys(names)) for kind, names in by_kind if names}
+
+
+def _table(held: Held, names: list[str], formats: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each kind, with its format and the two units that hold most of it."""
     for kind in sorted({kind for kind, _ in held}, key=lambda kind: -_of_kind(held, kind)):
         units = Counter({number: nbytes for (of, number), nbytes in held.items() if of == kind and number >= 0})
         most = ", ".join(f"{names[number]} {in_bytes(nbytes)}" for number, nbytes in units.most_common(2))
-        yield f"  {kind:22} {in_bytes(_of_kind(held, kind)):>10}   {most}".rstrip()
+        name = f"{kind} ({formats[kind]})" if kind in formats else kind
+        yield f"  {name:22} {in_bytes(_of_kind(held, kind)):>10}   {most}".rstrip()
 
 
 def _cluster(given: str | Path | Cluster | None, device: torch.device) -> Cluster:

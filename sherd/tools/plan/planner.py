@@ -407,7 +407,7 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
         arguments["replicate_below"] = settings.replicate_below
     if settings.offload != "nothing":
         arguments["offload_policy"] = offload_policy(settings.offload)
-    if settings.formats:
+    if settings.formats or settings.reproducible:
         arguments["comm_policy"] = comm_policy(settings, torch.bfloat16)
     if compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)

@@ -196,14 +196,15 @@ def _summing(
 
     There are none where the transport adds up by itself in the dtype of the sum.
     """
-    if reduction is None or reduction.is_in_order or group is None or group.size() == 1 or not numel:
+    if reduction is None or group is None or group.size() == 1 or not numel:
         return UNTOUCHED
     from sherd.codecs import codec_of  # of few policies, so loaded late
 
     num_ranks, wire, codec = group.size(), reduction.wire_dtype(dtype), codec_of(reduction.wire)
     codec = codec if dtype.is_floating_point else None
     total = reduction.sum_dtype(wire)
-    if codec is None and mesh.transport_of(group).sum_dtype(wire) is total:
+    adds_alone = codec is None and not reduction.is_in_order
+    if adds_alone and mesh.transport_of(group).sum_dtype(wire) is total:
         return UNTOUCHED
     rounded = Touched((dtype.itemsize + wire.itemsize) * numel, 1) if wire is not dtype else UNTOUCHED
     encoding, decoding = (rounded, UNTOUCHED) if codec is None else _coding(codec, dtype, num_ranks, numel)

@@ -172,11 +172,12 @@ COSTS = {
 """By format, the bytes as a part of those of float32, and the most that an element is off by, about."""
 
 
-def comm_policy(choice: Any, bf16: Any, order: str = "any", **options: Any) -> CommPolicy:
+def comm_policy(choice: Any, bf16: Any, **options: Any) -> CommPolicy:
     """Returns the policy with the formats of `choice`, a `Settings` or a record with the same fields of formats.
 
     `bf16` is torch's dtype: settings are read without torch.
     """
+    order = "ranks" if choice.reproducible else "any"
 
     def reduction(word: str) -> Reduction:
         return Reduction({"own": None, "bf16": bf16}.get(word, word), order=order)
@@ -270,6 +271,11 @@ class Settings:
     reduce_replicas: str = _format(
         "reduce_replicas", "the same between replicas (HSDP); same: as reduce", "reductions between replicas"
     )
+    reproducible: bool = limited(
+        False,
+        "the same bits on any number of ranks: docs/do/reproducible.md",
+        words=lambda is_so: "added up in the order of ranks" if is_so else "added up in any order",
+    )
     micro_batches: int = 1
 
     def __str__(self) -> str:
@@ -296,6 +302,7 @@ class Settings:
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
         has_none["replicate_below"] = not self.replicate_below
         has_none["reduce_replicas"] = self.strategy != "auto" or self.mesh.replicate == 1
+        has_none["reproducible"] = not self.reproducible
         return {name for name, is_so in has_none.items() if is_so}
 
     @property
