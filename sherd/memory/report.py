@@ -221,7 +221,7 @@ Bytes = Counter[tuple[int | None, MemoryKind]]
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.device) -> tuple[Bytes, Bytes]:
     """Returns the bytes of optimizer state and masters on `device`, which stay allocated throughout a step.
 
-    And, for the host, those of them that are maps of files on disks.
+    And, for the host, those of them that are maps of files on disks, with shards that are.
     """
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting, on_disk = Bytes(), Bytes()
@@ -235,6 +235,8 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None, device: torch.d
         for kind, place in ((MemoryKind.OPTIMIZER, unit.place.state), (MemoryKind.MASTERS, unit.place.masters)):
             if isinstance(place, Disk) and device.type == "cpu":
                 on_disk[number, kind] = lasting.pop((number, kind), 0)
+        if unit.place.disk is not None:
+            on_disk[number, MemoryKind.SHARDS] = sum(weights.group.shard_bytes for weights in unit.weights)
     return lasting, on_disk
 
 

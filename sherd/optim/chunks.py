@@ -491,7 +491,7 @@ class Shards(Chunk):
 
     def drop(self, gone: Handoff) -> None:
         super().drop(gone)
-        self._state.clear()  # the optimizer may know it: test_planned_bytes_are_those_counted
+        self._state.clear()  # the optimizer may know it: as above in `Stepper.step`
 
 
 @contextmanager

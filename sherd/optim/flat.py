@@ -186,7 +186,8 @@ class Stepper:
         self.ready(optimizer)
         self.compute(optimizer, in_chunks)
         if self._brought and not in_chunks:
-            self._local, self._chunks = None, []  # of state that goes back: test_planned_bytes_are_those_counted
+            # Of state that goes back: test_the_state_of_muon_comes_for_its_step_and_goes_back_as_planned.
+            self._local, self._chunks = None, []
 
     def ready(self, optimizer: Optimizer) -> bool:
         """Take the gradients, and make spans where they differ. Returns False if shards must be stepped themselves."""

@@ -18,7 +18,7 @@ import sherd
 from sherd import CPUOffloadPolicy, Disk, OffloadPolicy
 from sherd.engine import Unit
 from sherd.engine.make import build as make_build
-from sherd.optim.on_disk import vectors_on
+from sherd.on_disk import vectors_on
 from sherd.policy import SavedOnHost
 from sherd.tensor.ragged import local_part
 from sherd.units import in_bytes

@@ -720,7 +720,7 @@ class Gradients:
         mesh, result, between = self.group.mesh, [reduced], self.group.mesh.replicate_transport
         if self.narrowing is not None:
             between = between.narrowed_by(self.narrowing, "replicas")
-        # A transport may have summed in a wider dtype than the one that is to travel. A policy says itself what travels.
+        # A transport may have summed in a wider dtype than is to travel. A policy says itself what travels.
         is_ours = mesh.comm.reduce is None and mesh.comm.reduce_replicas is None and user is None
         wire = self._shards.form.reduce_dtype if is_ours else reduced.dtype
 
