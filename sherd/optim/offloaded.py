@@ -12,7 +12,7 @@ from functools import partial
 
 from torch.optim import LBFGS, Optimizer
 
-from sherd.engine import Group
+from sherd.engine import Group, watcher
 from sherd.errors import OptimizerError
 from sherd.optim.chunks import Lists, Shards, States, step_chunks
 from sherd.optim.flat import Stepper, step_spans, with_own_counts
@@ -63,5 +63,5 @@ def _step_shards(optimizer: Optimizer, groups: list[Group], step: Step, *args: o
         finally:
             _stepping.remove(optimizer)
 
-    step_chunks(optimizer, [chunk], groups, run)
+    step_chunks(optimizer, [chunk], groups, run, 0 if optimizer.state else watcher.num_moments(optimizer))
     return results[0]

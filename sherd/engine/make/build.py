@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in, users_stacklevel
+from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
@@ -63,9 +62,9 @@ def make_unit(
         _require_plain(belongings.owned)
     for disk in (offload.parameters, offload.optimizer, offload.masters):
         if isinstance(disk, Disk):
-            from sherd.storage.scratch import Scratch  # seldom needed, so loaded late: tests/test_storeys.py
+            from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
 
-            Scratch(disk.path, stacklevel=users_stacklevel(sys._getframe())).close()
+            vectors_on(disk)
     _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
