@@ -123,7 +123,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     host: tuple[MemoryRow, ...] = ()
     if device.type != "cpu":
         on_host, on_disk = _lasting(units, optimizer, cpu)
-        on_host[None, MemoryKind.SAVED] += Unit.saved_bytes(device)
+        if any(each.backward.offload is not None for each in units):  # the memory is the process's, for all models
+            on_host[None, MemoryKind.SAVED] += Unit.saved_bytes(device)
         present = _present(units, cpu)
         host = _rows(names, present, present | _stored_gradients(units), on_host)
     return MemoryReport(
