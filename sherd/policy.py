@@ -113,6 +113,7 @@ class Disk:
             raise PolicyError(f"Disk(path={self.path!r}): this host has no such user; give the folder without ~")
 
 
+PLACES = ("device", "host")
 Place = Literal["device", "host"] | Disk
 """Where something rests between two uses: the memory of the device that computes, that of the host, or a disk."""
 
@@ -160,7 +161,7 @@ class OffloadPolicy:
         kind = type(self).__name__
         for name in ("parameters", "gradients", "optimizer", "masters", "activations"):
             place = getattr(self, name)
-            is_place = isinstance(place, Disk) or (isinstance(place, str) and place in ("device", "host"))
+            is_place = isinstance(place, Disk) or (isinstance(place, str) and place in PLACES)
             if not (is_place or (place is None and name not in ("parameters", "activations"))):
                 raise PolicyError(f"{kind}({name}={place!r}): expected 'device', 'host' or Disk(path)")
         near = {"gradients": "sherd.step_in_backward keeps those of one unit", "activations": "activations='host'"}
@@ -168,7 +169,7 @@ class OffloadPolicy:
             if isinstance(getattr(self, name), Disk):
                 raise PolicyError(f"{kind}({name}={getattr(self, name)!r}): {name} do not rest on a disk; {instead}")
         require_number(f"{kind}(share={{}})", self.share, 0.0, 1.0)
-        if isinstance(self.pin_memory, str | Disk):
+        if isinstance(self.pin_memory, Disk) or (isinstance(self.pin_memory, str) and self.pin_memory in PLACES):
             raise PolicyTypeError(f"{kind}({self.pin_memory!r}): name what rests there, as in optimizer='host'")
         require_bool(f"{kind}(pin_memory={{}})", self.pin_memory)
         step = self.step_place
