@@ -313,22 +313,30 @@ class SchedulePlayer:
         """Follow other policies of the units from now on."""
         self._schedule.move_to(replace(self._schedule.state, specs=tuple(specs)))
 
+    def drop_gradients(self, unit: int) -> None:
+        """Drop the gradients of the shards of `unit`, which the optimizer has stepped."""
+        for group in self._units[unit]:
+            group.drop_gradients()
+
     def live_through(self, moment: Moment) -> tuple[do.Action, ...]:
         """Carry out the schedule's answer to `moment`, or take a gradient. Returns the actions."""
+        return tuple(self.acting(moment))
+
+    def acting(self, moment: Moment) -> Iterator[do.Action]:
+        """Carry out the schedule's answer to `moment`, or take a gradient. Yields each action that is carried out."""
         assert not isinstance(moment, OptimizerStep), "the schedule knows no optimizer"
         self.ledger.begin(moment)
         if isinstance(moment, Arrival):
             reduces = self._schedule.state.specs[moment.unit].reduces
             self._units[moment.unit][moment.group].arrive(moment.index, reduces)
-            return ()
+            return
         if begins_step(moment):
             for group in self._groups:
                 group.mark_shards_written()
         if isinstance(moment, EndBackward):
             for group in self._groups:
                 group.end_backward()
-        actions = self._schedule.on(moment)
-        for action in actions:
+        for action in self._schedule.on(moment):
             groups = self._units[action.unit]
             if isinstance(action, do.FreeGroup):
                 groups = [groups[action.group]]
@@ -341,4 +349,4 @@ class SchedulePlayer:
                 group.collect()
             for group in groups:
                 DO[type(action)](group)
-        return actions
+            yield action

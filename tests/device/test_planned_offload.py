@@ -4,6 +4,7 @@ device and on the host, and those of the optimizer's step."""
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -170,6 +171,74 @@ def test_the_state_of_muon_comes_for_its_step_and_goes_back_as_planned(sim_world
             assert abs(each["host in step"] - host) <= SCALARS, offload
         assert [rest for rest, *_ in said] == sorted((rest for rest, *_ in said), reverse=True)
         assert [seconds for *_, seconds in said] == sorted(seconds for *_, seconds in said)
+
+
+def peaks_within_backward(offload: str, kind: str) -> list[tuple[int, int]]:
+    """With one micro-batch and with two, the most bytes of a step that is made within backward, on the device, and of
+    gradients in host memory."""
+    found, in_use, plain_empty = [], [0, 0], torch.empty
+
+    def add(nbytes: int) -> None:
+        in_use[:] = in_use[0] + nbytes, max(in_use[1], in_use[0] + nbytes)
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        made = plain_empty(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            add(made.nbytes)
+            weakref.finalize(made.untyped_storage(), add, -made.nbytes)
+        return made
+
+    for num in (1, 2):
+        before = held_before()
+        model: Any = GPT().to("sim").to(torch.bfloat16 if offload.startswith("masters") else torch.float32)
+        precision = sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy, mesh = offload_policy(offload), init_device_mesh("sim", (torch.distributed.get_world_size(),))
+        shard_units(model, mesh=mesh, offload_policy=policy, mp_policy=precision)
+        optimizer = OPTIMIZERS[kind](model)
+        sherd.step_in_backward(model, optimizer)
+        tokens = torch.zeros(2, TOKENS, dtype=torch.long, device="sim")
+        for number in range(2):
+            gc.collect()
+            requested()
+            in_use[1] = in_use[0]
+            with sherd.accumulate(model, num), mock.patch.object(torch, "empty", empty if number else plain_empty):
+                for _ in range(num):
+                    loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((requested() - before, in_use[1]))
+        assert not in_use[0]
+        del model, optimizer
+    return found
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", ["adamw-fused", "sgd-momentum"])
+@pytest.mark.parametrize("offload", ["everything", "nothing", "state", "masters", "step", "everything:0.5"])
+def test_planned_peaks_of_a_step_within_backward_are_those_counted(offload, kind, sim_world):
+    world, cuts = sim_world(2, spoil="no", races="off"), mock.patch.object(sharded, "CHUNK_NUMEL", CHUNK)
+    options = FIXED | {"offload": offload, "loss": loss_of, "optimizer": kind, "shard": shard_units}
+    tokens = torch.zeros(2, TOKENS, dtype=torch.long)
+    found = world.run(chunked_peaks_within_backward, offload, kind).values[0]
+    for num, (on_device, on_host) in zip((1, 2), found, strict=True):
+        with cuts:
+            after, within = (
+                sherd.plan(GPT(), {"dp": 2}, tokens, samples=4 * num, step_in_backward=is_so, **options)
+                for is_so in (False, True)
+            )
+        # Temporaries that replace one another are counted together.
+        assert 0 <= within.prediction.timeline.peak.nbytes - on_device <= 2048
+        assert within.prediction.in_host.get("gradients", 0) == on_host
+        assert "stepped within backward" in str(within.settings)
+        assert "stepped" not in str(after.settings)
+        if num == 1:
+            taken = [each.prediction.timeline.peak.nbytes + each.prediction.host_bytes for each in (within, after)]
+            assert taken[0] < taken[1]
+
+
+def chunked_peaks_within_backward(*how: Any) -> list[tuple[int, int]]:
+    with mock.patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+        return peaks_within_backward(*how)
 
 
 def reported_and_taken(offload: str) -> tuple[int, int, str]:

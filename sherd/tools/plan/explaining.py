@@ -376,6 +376,7 @@ class Running(Planner):
             offload=nearest_offload((unit.offload, unit.nbytes) for unit in sharded.units),
             prefetch=max(sharded.limits.forward_depth, sharded.limits.backward_depth),
             micro_batch=first,
+            step_in_backward=any(unit.steps_in_backward for unit in units) and not training.optimizer.is_muon,
             micro_batches=seen.micro_batches,
         )
         fixed = {"mesh", "strategy", "placement", "wrapping"}

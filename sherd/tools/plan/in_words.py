@@ -327,6 +327,7 @@ def program_of(
         yield f"    dp_mesh_dims=sherd.DataParallelMeshDims({('dp', 'cp')}, {'replicate' if data[2:] else None!r}),"
     yield from (f"    {name}={_written(value)}," for name, value in fully_shard_args(settings, dtype).items())
     yield from (")", f"optimizer = {OPTIMIZERS[optimizer]}")
+    yield from ["sherd.step_in_backward(model, optimizer)"] * settings.step_in_backward
     yield "# Your data in its place, other samples on each rank:"
     yield f"batch = {_in_code(batch, device_type)}"
     num, step = settings.micro_batches, [f"    now = {loss}(model, batch)", "    now.backward()"]

@@ -210,7 +210,8 @@ def plan(
             as "zero3" or "full_shard"), `placement` ("shard", "flat", or "whole", which is chosen for muon alone),
             `wrapping` (the units: "auto", "pairs", "parts" or "ends"), `reshard`, `checkpointing` (True, False, or the
             share of blocks), `recompute` ("full", the default with a given `checkpointing`, or "selective", as with
-            `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
+            `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank),
+            `step_in_backward` (True, never chosen: it excludes clipping).
 
     Returns:
         The settings and the prediction. It may not fit: `fits` says so, and `advice` what would.

@@ -55,7 +55,7 @@ from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Wo
 if TYPE_CHECKING:
     from sherd.tools.plan.matrices import StepOfMatrices
 
-NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
+NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "step_in_backward", "micro_batch", "micro_batches")
 """Settings that decide nothing about sharding."""
 NOT_OF_CUTS = (*NOT_OF_SHARDING, "reshard", "prefetch")
 """Settings that decide nothing about how parameters are cut."""
@@ -155,6 +155,9 @@ class Planner:
 
     def _play(self, settings: Settings, title: str) -> Prediction:
         mesh, num = settings.mesh, settings.micro_batches
+        if settings.step_in_backward and (mesh.pp > 1 or self.training.optimizer.is_muon):
+            said = "pipelines divide gradients after it" if mesh.pp > 1 else "of muon the step after it is planned"
+            raise ArgumentError("step_in_backward", True, f"{said}; leave one of them out")
         if mesh.pp == 1:
             return predict(
                 self._rank_work(settings),
@@ -164,6 +167,7 @@ class Planner:
                 reduces_each=settings.strategy not in ACCUMULATING,
                 has_holes=self.has_holes,
                 title=title,
+                steps_in_backward=settings.step_in_backward,
             )
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)

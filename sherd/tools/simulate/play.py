@@ -88,7 +88,7 @@ def play(
         stage: the stage of a pipeline. It keeps unsharded parameters and gradients until its last backward.
         reserved: gets all changes of memory, from the first step on.
         title: the title of the timeline.
-        steps_in_backward: the host steps each unit once its gradients are there (`step_in_backward`).
+        steps_in_backward: each unit is stepped once its gradients are there (`step_in_backward`).
     """
     player = _Player(parts, sharded, costs, reserved, matrices, steps_in_backward)
     learns_apart = stage is None and reserved is None
@@ -99,7 +99,7 @@ def play(
         if stage is not None:
             player.pipeline(stage, num)
         for number in range(num if stage is None else 0):
-            player.micro_batch(number, reduces_each or number == num - 1)
+            player.micro_batch(number, reduces_each or number == num - 1, number == num - 1)
         player.optimizer_step()
     units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
     clock, meter = player.clock, player.meter
@@ -130,7 +130,7 @@ class _Player:
         steps_in_backward: bool = False,
     ) -> None:
         self._reserved, self._is_followed = reserved, True
-        self._steps_in_backward, self._stepped = steps_in_backward, 0.0
+        self._steps_in_backward, self._steps_now = steps_in_backward, False
         self._matrices = matrices
         self._has_stepped = False
         self._sharded = sharded
@@ -156,6 +156,10 @@ class _Player:
         self._num_begun = [0] * len(self._sharded.units)
         """The groups of a unit of which a gather in parts has begun."""
         self._reduced = [0.0] * len(self._sharded.units)
+        self._stepped: set[int] = set()
+        """The units that were stepped within backward."""
+        self._host_done = 0.0
+        """The time when the host has stepped them."""
         self._landed = [0.0] * len(self._sharded.units)
         """The time when the last reduced gradient of a unit is in host memory."""
         self._fetched: set[int] = set()
@@ -173,9 +177,10 @@ class _Player:
         self._see_buffers()
         self.optimizer_step()
 
-    def micro_batch(self, number: int, reduces: bool) -> None:
+    def micro_batch(self, number: int, reduces: bool, is_last: bool) -> None:
         # All micro-batches leave the same memory behind, so the first ones suffice for what is reserved.
         self._is_followed = number < FOLLOWED
+        self._steps_now = self._steps_in_backward and is_last
         self._buffers.change(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._go_through(self._parts)
 
@@ -225,19 +230,24 @@ class _Player:
                     self._live_through(moment)
 
     def optimizer_step(self) -> None:
-        sharded, self._moment = self._sharded, "when the optimizer steps"
-        optimizer, units = sharded.optimizer, sharded.units
-        for number, unit in enumerate(units if not self._has_stepped else ()):
+        self._moment, self._is_followed = "when the optimizer steps", True
+        done = self._step([number for number in range(len(self._sharded.units)) if number not in self._stepped])
+        self.clock.wait(Lane.HOST, -1, max(done, self._host_done))
+        self._has_stepped = True
+
+    def _step(self, numbers: Sequence[int]) -> float:
+        """Step the units `numbers`, all after backward or one within it. Returns the time when the host is done."""
+        optimizer, units = self._sharded.optimizer, [self._sharded.units[number] for number in numbers]
+        for number, unit in zip(numbers, units, strict=True) if not self._has_stepped else ():
             for nbytes in optimizer.state_sizes(unit) if unit.offload.state_place == "device" else ():
                 self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
             if unit.offload.masters == "device":
                 self._come(MemoryKind.MASTERS.value, number, sum(sum(each.masters) for each in unit.spans))
-        self._has_stepped = self._is_followed = True
-        self._step_on_host(units)
+        stepped = self._step_on_host(numbers)
         brought = self._bring_all(units) if optimizer.is_muon else []
         self._step_matrices()
         if not optimizer.is_muon:
-            self._step_in_chunks(units)
+            self._step_in_chunks(numbers)
         near = [unit for unit in units if not (unit.steps_on_host or (unit.is_chunked and not optimizer.is_muon))]
         temporary = optimizer.temporary_bytes(near)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
@@ -249,20 +259,21 @@ class _Player:
             seconds = self._costs.to_host(nbytes, on_disk)
             self.clock.start(Lane.BACK, "copy", number, seconds, nbytes, after=self.clock.now)
             self._come(MemoryKind.IN_FLIGHT.value, number, -nbytes)
-        self.clock.wait(Lane.HOST, -1, self._stepped)
+        return stepped
 
-    def _step_on_host(self, units: Sequence[SimulatedUnit]) -> None:
-        """Step on the host what landed there, after all of it or, within backward, each unit after its own."""
-        self._stepped, optimizer = 0.0, self._sharded.optimizer
-        order = sorted(range(len(units)), key=self._landed.__getitem__)
+    def _step_on_host(self, numbers: Sequence[int]) -> float:
+        """Step on the host what landed there, after all of it. Returns the time when it is done."""
+        optimizer, units, stepped = self._sharded.optimizer, self._sharded.units, 0.0
+        landed = max((self._landed[number] for number in numbers), default=0.0)
+        order = sorted(numbers, key=self._landed.__getitem__)
         for number in (number for number in order if units[number].steps_on_host and units[number].stepped):
             unit, policy = units[number], units[number].offload
             seconds = self._costs.optimizer(optimizer.touched([unit]), optimizer.accesses * len(unit.stepped), True)
             if policy.state_place != "host":  # it comes and goes while others are stepped
                 near = sum(optimizer.near_bytes(each, policy) for each in unit.spans)
                 seconds = max(seconds, self._costs.to_host(2 * near, on_disk=True))
-            landed = self._landed[number] if self._steps_in_backward else max(self._landed)
-            self._stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
+            stepped = self.clock.start(Lane.HOST, "optimizer", number, seconds, 0, after=landed)
+        return stepped
 
     def _bring_all(self, units: Sequence[SimulatedUnit]) -> list[tuple[int, int, bool]]:
         """Bring all state that rests elsewhere. Returns each unit that has some, the bytes, and whether from a disk."""
@@ -277,10 +288,10 @@ class _Player:
         self.clock.wait(Lane.COPY, -1, came)
         return brought
 
-    def _step_in_chunks(self, units: Sequence[SimulatedUnit]) -> None:
+    def _step_in_chunks(self, numbers: Sequence[int]) -> None:
         """Step on the device what comes for it and goes, as sherd/optim/chunks.py does."""
-        optimizer, clock, costs = self._sharded.optimizer, self.clock, self._costs
-        chunks = [(at, each) for at, unit in enumerate(units) if unit.is_chunked for each in unit.chunks()]
+        optimizer, clock, costs, units = self._sharded.optimizer, self.clock, self._costs, self._sharded.units
+        chunks = [(at, each) for at in numbers if units[at].is_chunked for each in units[at].chunks()]
         near = [optimizer.near_bytes(chunk, units[unit].offload) for unit, chunk in chunks]
         disk = [isinstance(units[unit].offload.state_place, Disk) for unit, _ in chunks]
         came: list[float] = []
@@ -364,10 +375,22 @@ class _Player:
             group = self._sharded.units[moment.unit].groups[moment.group]
             if not group.borrows:
                 self._uncopied[moment.unit] += group.arriving[moment.index]
-        actions = self._buffers.live_through(moment)
-        for action in actions:
+        for action in self._buffers.acting(moment):
             self._carry_out(action)
+            if self._steps_in_backward and isinstance(action, do.FinishReduce):
+                self._see_buffers()
+                self._step_in_backward(action.unit)
         self._see_buffers()
+
+    def _step_in_backward(self, unit: int) -> None:
+        """Step a unit whose gradients are there, as sherd/backward_steps.py does, and drop them."""
+        if self._sharded.units[unit].steps_on_host:
+            self.clock.wait_on_host(self._landed[unit])
+        if self._steps_now:
+            self._stepped.add(unit)
+            self._host_done = max(self._host_done, self._step([unit]))
+            self.clock.wait_on_host(self._host_done)
+            self._buffers.drop_gradients(unit)
 
     def _see_buffers(self) -> None:
         """Note the new changes of the engine's buffers on the meter."""
@@ -566,11 +589,16 @@ class Clock:
 
     def wait(self, lane: Lane, unit: int, until: float) -> None:
         """Have compute wait for `lane` until the time `until`."""
-        start = max(self.now, self._host)
+        # The host itself may be what compute waits for.
+        start = self.now if lane is Lane.HOST else max(self.now, self._host)
         if until > start:
             self.exposed[lane] += until - start
             self.spans.append(LaneSpan(Lane.COMPUTE, "wait", unit, start, until))
             self._free[Lane.COMPUTE] = until
+
+    def wait_on_host(self, until: float) -> None:
+        """Have the host wait until the time `until`; it queues nothing meanwhile."""
+        self._host = max(self._host, until)
 
     def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
         """Do work of `lane` with the other ranks while compute waits, as devices without streams do."""

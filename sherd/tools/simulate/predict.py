@@ -202,7 +202,8 @@ def predict(
         nbytes = reserved.allocator.most_reserved
     else:
         nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
-    in_host, on_disk = rank.sharded.elsewhere(micro_batches if rank.stage is None else 1)
+    num_reductions = micro_batches if rank.stage is None else 1
+    in_host, on_disk = rank.sharded.elsewhere(num_reductions, steps_in_backward)
     return Prediction(
         cluster,
         mesh,

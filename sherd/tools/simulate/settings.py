@@ -276,6 +276,11 @@ class Settings:
         "the same bits on any number of ranks: docs/do/reproducible.md",
         words=lambda is_so: "added up in the order of ranks" if is_so else "added up in any order",
     )
+    step_in_backward: bool = limited(
+        False,
+        "step each unit within backward; excludes clipping, so never chosen: docs/do/offload.md",
+        words=lambda is_so: "stepped within backward" if is_so else "stepped after backward",
+    )
     micro_batches: int = 1
 
     def __str__(self) -> str:
@@ -302,7 +307,7 @@ class Settings:
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
         has_none["replicate_below"] = not self.replicate_below
         has_none["reduce_replicas"] = self.strategy != "auto" or self.mesh.replicate == 1
-        has_none["reproducible"] = not self.reproducible
+        has_none |= {name: not getattr(self, name) for name in ("reproducible", "step_in_backward")}
         return {name for name, is_so in has_none.items() if is_so}
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from sherd.policy import Disk, OffloadPolicy, Place
@@ -229,14 +231,15 @@ class Sharded:
             units[number] = unit.offloaded(policy if is_next else stays)
         return replace(self, units=tuple(units))
 
-    def elsewhere(self, num_reductions: int) -> tuple[dict[str, int], int]:
+    def elsewhere(self, num_reductions: int, steps_in_backward: bool = False) -> tuple[dict[str, int], int]:
         """Returns the bytes that a rank takes of its host's memory by kind, and of disks.
 
         Shards, their gradients and what comes to the device are pinned, a buffer for each group; what the host itself
         steps with is not. A further reduction of a step, of `num_reductions`, lands next to the gradients before it is
-        added to them.
+        added to them: all of it or, if each unit is stepped within backward, that of one unit after the other.
         """
         held: Counter[str] = Counter()
+        of_units: list[list[int]] = []
         on_disk, read = 0, list[int]()
 
         def pin(kind: MemoryKind, *sizes: int, place: Place = "host") -> None:
@@ -255,7 +258,7 @@ class Sharded:
                 pin(MemoryKind.SHARDS, *shards, place=policy.parameters if of_disk else "host")
                 read += shards * of_disk
                 trained = [each.gradients for each in unit.groups if each.arriving]
-                pin(MemoryKind.GRADIENTS, *trained * min(2, num_reductions))
+                of_units.append(trained)
             if unit.steps_on_host and policy.state_place == "host":
                 held[MemoryKind.OPTIMIZER.value] += sum(self.optimizer.state_sizes(unit))
             elif policy.state_place != "device":
@@ -265,6 +268,13 @@ class Sharded:
                 pin(MemoryKind.OPTIMIZER, *states, place=policy.state_place)
             if policy.masters not in (None, "device"):
                 pin(MemoryKind.MASTERS, *(part for each in unit.spans for part in each.masters), place=policy.masters)
+        num_kept = min(2, num_reductions) - steps_in_backward
+        pin(MemoryKind.GRADIENTS, *(size for sizes in of_units for size in sizes * num_kept))
+        if steps_in_backward:
+            blocks = reduce(or_, (Counter(map(_pinned, sizes)) for sizes in of_units), Counter[int]())
+            most = max(map(sum, of_units), default=0)
+            held[MemoryKind.GRADIENTS.value] += most
+            held[PINNED] += sum(size * num for size, num in blocks.items()) - most
         # What is gathered, and what is read meanwhile (sherd/on_disk.py).
         pin(MemoryKind.IN_FLIGHT, *sorted(read)[-2:])
         # On a CPU torch steps one parameter after the other.
