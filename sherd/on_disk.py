@@ -21,7 +21,7 @@ from sherd.tensor.ragged import memory_of
 
 DEPTH = 8
 """Requests under way at a time: AdamW's for one chunk that comes and one that goes, twice."""
-WRITES = 4
+WRITES = 2
 """Those of them that may be writes, whose buffers are not free."""
 
 
