@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -15,14 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import sherd
 import simdevice
+from sherd.engine.make import build
 from sherd.memory import report as memory
 from sherd.optim import chunks
-from sherd.policy import OffloadPolicy
-from sherd.tools.simulate import sharded
+from sherd.policy import OffloadPolicy, SavedOnHost
+from sherd.tools.plan.sharding import spread
+from sherd.tools.simulate import saved, sharded
 from sherd.tools.simulate.settings import offload_policy
+from tests.device.test_offload_activations import (
+    CHECKPOINTS,
+    ROWS,
+    WIDTH,
+    Stack,
+    forget_host_memory,
+    in_host_memory,
+    layers,
+)
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
 
 CHUNK = 1 << 16
@@ -239,6 +252,85 @@ def test_planned_peaks_of_a_step_within_backward_are_those_counted(offload, kind
 def chunked_peaks_within_backward(*how: Any) -> list[tuple[int, int]]:
     with mock.patch.object(chunks, "CHUNK_NUMEL", CHUNK):
         return peaks_within_backward(*how)
+
+
+OFFLOADED = ("nothing", "activations", "activations:0.5")
+LEAST = 16 << 10
+"""Smaller saved tensors stay on the device, as ones of 1 MiB do by default."""
+
+
+def stack(kind: str) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    if kind == "gpt":
+        return GPT(), torch.zeros(64, TOKENS, dtype=torch.long)
+    return Stack(layers(8), CHECKPOINTS if kind == "by the root" else None), torch.randn(ROWS, WIDTH)
+
+
+def shard_layers(model: Any, **options: Any) -> nn.Module:
+    for unit in getattr(model, "layers", None) or model.blocks:
+        sherd.fully_shard(unit, **options)
+    return sherd.fully_shard(model, **options)
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def peak_with_saved(offload: str, kind: str, share: float, num: int, halves: bool) -> tuple[int, int]:
+    """The most bytes of a step on the device, and of saved tensors in host memory."""
+    forget_host_memory()
+    before = held_before()
+    model, x = stack(kind)
+    model, x = model.to("sim"), x.to("sim")
+    for block in spread([list(getattr(model, "layers", None) or model.blocks)], share):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    precision = sherd.MixedPrecisionPolicy(*(torch.bfloat16, torch.float32) * halves)
+    mesh = init_device_mesh("sim", (torch.distributed.get_world_size(),))
+    with mock.patch.object(build, "SavedOnHost", partial(SavedOnHost, min_bytes=LEAST)):
+        shard_layers(model, mesh=mesh, offload_policy=offload_policy(offload), mp_policy=precision)
+    for _ in range(3):
+        gc.collect()
+        requested()
+        for _ in range(num):
+            mean_square(model, x).backward()
+        peak = requested() - before
+        model.zero_grad()
+    return peak, in_host_memory()
+
+
+def peaks_with_saved(*how: Any) -> list[tuple[int, int]]:
+    return [peak_with_saved(each, *how) for each in OFFLOADED]
+
+
+@pytest.mark.values
+@pytest.mark.parametrize(
+    ("kind", "share", "num", "halves"),
+    [
+        ("stack", 0, 1, False),
+        ("gpt", 0, 1, True),
+        ("gpt", 0, 2, False),
+        ("gpt", 1, 1, True),
+        ("stack", 0.5, 1, False),
+        ("stack", 1, 1, False),
+        ("by the root", 0, 1, False),
+    ],
+)
+def test_planned_peaks_with_saved_tensors_on_the_host_are_those_counted(kind, share, num, halves, sim_world):
+    found = sim_world(2, spoil="no", races="off").run(peaks_with_saved, kind, share, num, halves).values[0]
+    model, x = stack(kind)
+    options = FIXED | {"checkpointing": float(share), "micro_batch": len(x), "optimizer": "sgd"}
+    options |= {"compute_dtype": torch.bfloat16 if halves else None, "loss": mean_square, "shard": shard_layers}
+    seconds = []
+    with mock.patch.object(saved, "LEAST", LEAST):
+        for each, (on_device, on_host) in zip(OFFLOADED, found, strict=True):
+            plan = sherd.plan(model, {"dp": 2}, x, samples=2 * num * len(x), offload=each, **options).prediction
+            # Temporaries that replace one another are counted together.
+            print(each, plan.timeline.peak.nbytes, on_device, on_host)
+            assert 0 <= plan.timeline.peak.nbytes - on_device <= 0.02 * found[0][0]
+            assert plan.in_host.get("activations", 0) == on_host
+            seconds.append(plan.timeline.seconds)
+    assert seconds[1] >= seconds[2] >= seconds[0]
+    assert found[1][0] <= found[0][0]
 
 
 def reported_and_taken(offload: str) -> tuple[int, int, str]:

@@ -116,7 +116,7 @@ def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["true", "state", "state:0.5", "step", "step:0.5", "everything:0.5"])
+@pytest.mark.parametrize("offload", ["true", "state", "state:0.5", "step", "step:0.5", "everything:0.5", "activations"])
 def test_what_rests_in_host_memory_trains_with_the_same_losses_and_goes_on(machine, trained, offload):
     out = f"offloaded {offload}"
     machine.sherd(*TRAIN, "--out", out, "device=sim", f"offload={offload}")

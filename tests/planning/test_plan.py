@@ -342,10 +342,12 @@ REFUSED = [
     ({"wrapping": "pairs", "shard": sherd.fully_shard}, "the units are made by `shard`"),
     (
         {"offload": "half"},
-        r"^plan\(offload='half'\): expected one of nothing, state, masters, step, everything; ",
+        r"^plan\(offload='half'\): expected one of nothing, state, masters, step, everything, activations; ",
     ),
     ({"offload": "state:2"}, "expected one of nothing, state"),
     ({"offload": "nothing@/scratch"}, "expected one of nothing, state"),
+    ({"offload": "activations:0.5@/scratch"}, "expected one of nothing, state"),
+    ({"optimizer": "muon", "step_in_backward": True}, r"^plan\(step_in_backward=True\): of muon the step after it"),
     ({"offload": "state@/scratch"}, r"^plan\(offload='state@/scratch'\): the cluster's file has no \[disk\]"),
     ({"offload": "masters", "compute_dtype": None}, "masters are of weights that compute in bfloat16"),
     ({"offload": "step", "optimizer": "muon"}, "of muon only state elsewhere is planned"),

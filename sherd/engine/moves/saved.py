@@ -278,7 +278,7 @@ def _is_ours(hooks: SavingHooks) -> bool:
 
 
 @functools.cache
-def _share_the_stack() -> None:
+def share_saving() -> None:
     """Let forwards push hooks of their own, and call `torch.func.grad`, which refuses to run inside of any hooks."""
     share_saving_hooks(_is_ours, _around)
 
@@ -289,7 +289,7 @@ def begin_watching(unit: Reader) -> bool:
     _running.turn = object()
     if not torch.is_grad_enabled() or not may_hook_saving():
         return False
-    _share_the_stack()
+    share_saving()
     outer = saving_hooks()
     # Our hooks of the unit around this one look at the last entry of `_running.units`, which is this unit from now on.
     if outer is not None and _is_ours(outer):

@@ -16,6 +16,7 @@ from torch import nn
 from sherd._torch import in_backward, say_fully_sharded, write_into
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams, under_way, wait_for_steps
+from sherd.engine.moves.saved import share_saving
 from sherd.engine.moves.selfgather import Phase
 from sherd.engine.run.backward import if_alive
 from sherd.engine.run.unit_groups import UnitGroups
@@ -230,6 +231,11 @@ class Unit(UnitGroups):
         from sherd.engine.moves.offload import saved_on_host  # few programs use it
 
         return saved_on_host(device)
+
+    @staticmethod
+    def share_saving() -> None:
+        """Let our hooks on saved tensors share torch's stack with others, and with `torch.func.grad`."""
+        share_saving()
 
     @staticmethod
     def named_members(root: nn.Module) -> dict[str, nn.Parameter]:

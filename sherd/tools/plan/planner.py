@@ -203,6 +203,7 @@ class Planner:
         what = parts_of_offload(settings.offload)[0]
         as_cut = replace(_usual(settings, NOT_OF_SHARDING), offload="masters" if what == "masters" else "nothing")
         sharded = self._sharded(as_cut)
+        sharded = self._offloaded(sharded, settings)
         parts_key = work_key, sharded.cuts, settings.wrapping
         if parts_key not in self._parts:
             device = self.cluster.device
@@ -213,7 +214,7 @@ class Planner:
             self._parts[parts_key] = parts_of(work, sharded, lambda op: op_seconds(op, device))
         return RankWork(
             work,
-            self._offloaded(sharded, settings),
+            sharded,
             self._parts[parts_key],
             self._matrices(_usual(settings, NOT_OF_CUTS)),
         )
@@ -222,10 +223,12 @@ class Planner:
         """Returns `sharded`, all of which is on the device, with what `settings` say resting elsewhere."""
         if settings.offload == "nothing" or not self.cluster.device.overlaps or self.cluster.one_memory:
             return sharded  # the host's memory is the device's
-        said = ""
-        if self.training.optimizer.is_muon and parts_of_offload(settings.offload)[0] != "state":
+        said, (what, _, folder) = "", parts_of_offload(settings.offload)
+        if self.training.optimizer.is_muon and what not in ("state", "activations"):
             said = "of muon only state elsewhere is planned; choose state, or leave one of them out"
-        elif self.cluster.disk is None and parts_of_offload(settings.offload)[2]:
+        elif what == "activations" and settings.mesh.pp > 1:
+            said = "what several micro-batches save in a pipeline is not planned elsewhere; leave one of them out"
+        elif self.cluster.disk is None and folder:
             said = "the cluster's file has no [disk]; add its latency and bandwidth"
         if said:
             raise ArgumentError("offload", repr(settings.offload), said)

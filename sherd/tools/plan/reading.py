@@ -17,7 +17,8 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from sherd._torch import TorchDispatchMode, are_fake
+from sherd._torch import PackHook, TorchDispatchMode, are_fake, pop_saving_hooks, push_saving_hooks, storage_uses
+from sherd.engine import Unit
 from sherd.errors import InputError, reason_of
 from sherd.tensor.ragged import local_part
 from sherd.tensor.structures import tensors_in
@@ -32,6 +33,7 @@ from sherd.tools.plan.operations import (
 )
 from sherd.tools.simulate.work import (
     Allocate,
+    Alone,
     BackwardBegins,
     Enter,
     Event,
@@ -41,7 +43,9 @@ from sherd.tools.simulate.work import (
     Parameter,
     Passed,
     Reached,
+    Read,
     Release,
+    Save,
     TensorKind,
     Use,
     Work,
@@ -78,10 +82,15 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
     modules = list(model.named_modules())
     recording = Recording(list(model.parameters()), list(model.buffers()), inputs)
     handles = [*_call_hooks(modules, recording), *_gradient_hooks(model, recording)]
+    Unit.share_saving()
     try:
         with torch.device("meta"), kernels_of(device_type), recording:
-            with torch.enable_grad():
-                value = loss(model, batch)
+            push_saving_hooks((PackHook(recording.save), recording.read))
+            try:
+                with torch.enable_grad():
+                    value = loss(model, batch)
+            finally:
+                pop_saving_hooks()
             _require_loss(value, model)
             recording.end_forward(value)
             with torch.no_grad():  # so operations with gradients on are a forward that runs again
@@ -289,6 +298,8 @@ class Recording(TorchDispatchMode):
         """The bytes of an element of each gradient, by the index of the parameter."""
         self._memory: list[_Memory] = []
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
+        self._saved: dict[int, tuple[int, int]] = {}  # the address and the number of views of what is not yet alone
+        self._num_saved = 0
         self._call: ModuleCall | None = None
         self._calls: list[ModuleCall] = []
         self._last_reached: ModuleCall | None = None
@@ -365,6 +376,7 @@ class Recording(TorchDispatchMode):
     def _died(self, key: int) -> None:
         number = self._number_at.pop(key, None)
         if number is not None:
+            self._saved.pop(number, None)
             self._events.append(Release(number))
 
     def _alive(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -378,11 +390,42 @@ class Recording(TorchDispatchMode):
                 self._memory[number].kind = TensorKind.ACTIVATION
         self._recomputed.clear()
 
+    # What autograd saves
+
+    def save(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Keep `tensor` for backward, and note that its memory is saved."""
+        local = local_part(tensor)
+        storage = local.untyped_storage()
+        number = self._number_at.get(id(storage))
+        if number is None:
+            return tensor if tensor.is_leaf else tensor.detach(), None
+        self._look_at_saved()
+        self._num_saved += 1
+        view = tensor.detach()
+        self._saved[number] = storage._cdata, self._saved.get(number, (0, 0))[1] + 1
+        self._events.append(Save(number, -self._num_saved))
+        return view, -self._num_saved
+
+    def read(self, saved: tuple[Tensor, int | None]) -> Tensor:
+        """Return a saved tensor, and note that backward reads it."""
+        tensor, mark = saved
+        if mark is not None:
+            self._events.append(Read(mark))
+        return tensor
+
+    def _look_at_saved(self) -> None:
+        """Note the saved tensors that nothing else keeps any more."""
+        for number, (address, num_views) in list(self._saved.items()):
+            if storage_uses(address) <= num_views + 1:  # the views, and the object that tells when the storage dies
+                del self._saved[number]
+                self._events.append(Alone(number))
+
     # Calls of modules
 
     def enter(self, module: int, inputs: Sequence[Tensor]) -> None:
         """The forward of a module begins. The operations that made its `inputs` belong to the call around it."""
         self._claim(inputs)
+        self._look_at_saved()
         self._call = ModuleCall(module, self._call, self._in_backward)
         self._calls.append(self._call)
         self._events.append(Enter(module, self._in_backward, self._alive(inputs)))

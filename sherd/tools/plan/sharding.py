@@ -113,11 +113,13 @@ def stepped_bytes(parameter: nn.Parameter, group: Group) -> int:
 def _policy_of(unit: Unit) -> OffloadPolicy:
     """Returns where the state of `unit` rests: on the device, if that is the host."""
     place = unit.place
+    saved: Place = "device" if unit.backward.offload is None else "host"
     if place.is_elsewhere:
         kept: Place = "device" if place.keeps_copies else "host"
-        return OffloadPolicy(parameters=kept, gradients="host", optimizer=place.state, masters=place.masters)
+        places = OffloadPolicy(parameters=kept, gradients="host", optimizer=place.state, masters=place.masters)
+        return replace(places, activations=saved)
     masters = "device" if place.masters == "host" and unit.mesh.device.type == "cpu" else place.masters
-    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters)
+    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters, activations=saved)
 
 
 def _arriving(names: Mapping[int, str], sizes: GroupSizes, group: Group, widened: Mapping[str, int]) -> GroupSizes:

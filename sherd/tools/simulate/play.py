@@ -27,6 +27,7 @@ from sherd.schedule.moments import IN_FLIGHT, Arrival, MemoryKind, Moment, in_wo
 from sherd.schedule.state import Keep
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
+from sherd.tools.simulate.saved import CopyWait, SavedCopy
 from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
 from sherd.tools.simulate.sharded import OF_MASTERS, SPLITTING, UNTOUCHED, Sharded, SimulatedUnit, Touched, Traffic
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
@@ -156,6 +157,9 @@ class _Player:
         self._num_begun = [0] * len(self._sharded.units)
         """The groups of a unit of which a gather in parts has begun."""
         self._reduced = [0.0] * len(self._sharded.units)
+        self._copied: dict[int, tuple[Lane, float]] = {}
+        self._last_copied = 0.0
+        """The time when each copy of saved tensors is done, and the last one."""
         self._stepped: set[int] = set()
         """The units that were stepped within backward."""
         self._host_done = 0.0
@@ -171,7 +175,7 @@ class _Player:
         """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
         self.begin_step()
         for part in self._parts:
-            if not isinstance(part, StepSegment | ModelCollective):
+            if isinstance(part, tuple):
                 for moment in part:
                     self._buffers.live_through(moment)
         self._see_buffers()
@@ -225,9 +229,22 @@ class _Player:
                 self._compute(part)
             elif isinstance(part, ModelCollective):
                 self._call(part)
+            elif isinstance(part, SavedCopy):
+                self._copy_saved(part)
+            elif isinstance(part, CopyWait):
+                lane, done = self._copied[part.number]
+                self.clock.wait(lane, part.unit, done)
             else:
                 for moment in part:
                     self._live_through(moment)
+
+    def _copy_saved(self, copy: SavedCopy) -> None:
+        lane, nbytes = Lane.BACK if copy.to_host else Lane.COPY, sum(copy.sizes)
+        seconds = self._costs.to_host(nbytes) if copy.to_host else self._costs.from_host(nbytes)
+        # Copies to the host and back share a stream.
+        after = max(self.clock.now, self._last_copied)
+        self._last_copied = self.clock.start(lane, "copy", copy.unit, seconds, nbytes, after=after)
+        self._copied[copy.number] = lane, self._last_copied
 
     def optimizer_step(self) -> None:
         self._moment, self._is_followed = "when the optimizer steps", True

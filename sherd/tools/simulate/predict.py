@@ -11,6 +11,7 @@ from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import ClusterCosts, flops_in
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
+from sherd.tools.simulate.saved import SavedCopy
 from sherd.tools.simulate.search import Outcome
 from sherd.tools.simulate.segments import ModelCollective, OptimizerPart, Part
 from sherd.tools.simulate.settings import Mesh
@@ -203,7 +204,8 @@ def predict(
     else:
         nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
     num_reductions = micro_batches if rank.stage is None else 1
-    in_host, on_disk = rank.sharded.elsewhere(num_reductions, steps_in_backward)
+    saved = [size for part in rank.parts if isinstance(part, SavedCopy) and part.to_host for size in part.sizes]
+    in_host, on_disk = rank.sharded.elsewhere(num_reductions, steps_in_backward, saved)
     return Prediction(
         cluster,
         mesh,

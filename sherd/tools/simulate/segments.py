@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sherd.schedule import actions as on
 from sherd.schedule.moments import BackwardGradients, Moment
+from sherd.tools.simulate.saved import CopyWait, SavedCopy, SavedTensors
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.work import (
     Allocate,
@@ -59,8 +60,8 @@ class ModelCollective:
     unit: int
 
 
-Part = StepSegment | ModelCollective | tuple[Moment, ...]
-"""A stretch, a collective, or successive moments of the schedule."""
+Part = StepSegment | ModelCollective | SavedCopy | CopyWait | tuple[Moment, ...]
+"""A stretch, a collective, a copy or the wait for one, or successive moments of the schedule."""
 
 
 def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> tuple[Part, ...]:
@@ -170,11 +171,14 @@ class _Cutting:
         self._phase, self._running = "forward", [-1]
         self._num_again = 0  # running modules that are recomputed
         self._cut = _Cut()
+        self._saved = SavedTensors(sharded)
 
     def parts(self) -> Iterator[Part]:
         for event, moments in moments_of(self._work, self._sharded):
             phase, unit = self._phase, self._running[-1]
             if event is not None:
+                if self._saved.units:
+                    yield from self._move_saved(event, phase, unit)
                 self._follow(event)
             if moments or isinstance(event, Collective) or (self._phase, self._running[-1]) != (phase, unit):
                 yield from self._cut.stretches(phase, unit)
@@ -186,6 +190,16 @@ class _Cutting:
         for tensor in list(self._alive):
             self._release(tensor)
         yield from self._cut.stretches(self._phase, -1)
+
+    def _move_saved(self, event: Event, phase: str, unit: int) -> Iterator[Part]:
+        for change in self._saved.changes(event, unit, self._alive):
+            if isinstance(change, SavedCopy | CopyWait):
+                yield from self._cut.stretches(phase, unit)
+                self._cut = _Cut()
+                yield change
+            else:
+                kind, of, nbytes = self._alive[change.tensor]
+                self._cut.change(change.tensor, kind, of, -nbytes if isinstance(change, Release) else nbytes)
 
     def _follow(self, event: Event) -> None:
         match event:
@@ -218,7 +232,8 @@ class _Cutting:
 
     def _release(self, tensor: int) -> None:
         kind, unit, nbytes = self._alive.pop(tensor)
-        self._cut.change(tensor, kind, unit, -nbytes)
+        if tensor not in self._saved.away:
+            self._cut.change(tensor, kind, unit, -nbytes)
 
 
 # The moments of the schedule

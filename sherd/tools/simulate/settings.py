@@ -95,6 +95,7 @@ OFFLOADS: dict[str, tuple[OffloadPolicy, str]] = {
     ),
     "step": (OffloadPolicy(gradients="host"), "gradients, state and step on the host"),
     "everything": (CPUOffloadPolicy(), "shards and state in host memory"),
+    "activations": (OffloadPolicy(activations="host"), "what forward saves in host memory"),
 }
 """By the first word of `offload`: the policy, and words."""
 _OFFLOAD = re.compile(rf"({'|'.join(OFFLOADS)})(?::(0|1|0?\.\d+|1\.0+))?(?:@(.+))?")
@@ -108,7 +109,8 @@ def parts_of_offload(value: str) -> tuple[str, float, str]:
 
 
 def _is_offload(value: str) -> bool:
-    if not _OFFLOAD.fullmatch(value) or value.startswith("nothing@"):
+    match = _OFFLOAD.fullmatch(value)
+    if match is None or (match[3] and match[1] in ("nothing", "activations")):  # those rest on no disk
         return False
     with suppress(PolicyError):  # a folder of a user who is unknown
         offload_policy(value)
@@ -143,7 +145,7 @@ def nearest_offload(policies: Iterable[tuple[OffloadPolicy, int]]) -> str:
 
 
 def _axes(policy: OffloadPolicy) -> tuple[bool, ...]:
-    places = (policy.parameters, policy.step_place, policy.state_place, policy.masters or "device")
+    places = (policy.parameters, policy.step_place, policy.state_place, policy.masters or "device", policy.activations)
     return tuple(place != "device" for place in places)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sherd.policy import Disk, OffloadPolicy, Place
 from sherd.schedule.moments import CHUNK_NUMEL, Arrival, GroupSizes, MemoryKind
 from sherd.schedule.state import Limits, UnitSpec
-from sherd.tools.simulate.work import ALONE, RankGroup
+from sherd.tools.simulate.work import ALONE, RankGroup, TensorKind
 
 OF_MASTERS = 46
 """The bytes that are read and written for each element to join and split masters."""
@@ -231,12 +231,15 @@ class Sharded:
             units[number] = unit.offloaded(policy if is_next else stays)
         return replace(self, units=tuple(units))
 
-    def elsewhere(self, num_reductions: int, steps_in_backward: bool = False) -> tuple[dict[str, int], int]:
+    def elsewhere(
+        self, num_reductions: int, steps_in_backward: bool = False, saved: Sequence[int] = ()
+    ) -> tuple[dict[str, int], int]:
         """Returns the bytes that a rank takes of its host's memory by kind, and of disks.
 
         Shards, their gradients and what comes to the device are pinned, a buffer for each group; what the host itself
         steps with is not. A further reduction of a step, of `num_reductions`, lands next to the gradients before it is
-        added to them: all of it or, if each unit is stepped within backward, that of one unit after the other.
+        added to them: all of it or, if each unit is stepped within backward, that of one unit after the other. `saved`
+        are the bytes of each tensor that forward saves there.
         """
         held: Counter[str] = Counter()
         of_units: list[list[int]] = []
@@ -277,6 +280,8 @@ class Sharded:
             held[PINNED] += sum(size * num for size, num in blocks.items()) - most
         # What is gathered, and what is read meanwhile (sherd/on_disk.py).
         pin(MemoryKind.IN_FLIGHT, *sorted(read)[-2:])
+        held[TensorKind.ACTIVATION.value] += sum(saved)
+        held[PINNED] += sum(_pinned(each) - each for each in saved)
         # On a CPU torch steps one parameter after the other.
         on_host = [unit for unit in self.units if unit.steps_on_host]
         held["temporaries"] += replace(self.optimizer, is_foreach=False).temporary_bytes(on_host)
@@ -286,7 +291,8 @@ class Sharded:
     def cuts(self) -> Hashable:
         """A key of the parts of a micro-batch: models with the same key have the same parts."""
         groups = (tuple(each.is_all_trainable for each in unit.groups) for unit in self.units)
-        return tuple(unit.modules for unit in self.units), tuple(groups), tuple(self.places.items())
+        saves = tuple(unit.offload.activations for unit in self.units)
+        return tuple(unit.modules for unit in self.units), tuple(groups), tuple(self.places.items()), saves
 
     @property
     def unit_of(self) -> dict[int, int]:

@@ -3,9 +3,9 @@
 It says nothing about sharding: a `Sharded` model says which modules are units. Modules and parameters are named by
 index, tensors by a number that is used once. The events of a step stand in their order:
 
-    forward     Enter module   Use parameter   Op ...   Collective   Allocate   Release   Leave module
+    forward     Enter module   Use parameter   Op ...   Collective   Allocate   Save   Release   Leave module
     EndForward
-    backward    Reached module   Op ...   Collective   Gradient parameter   Allocate   Release   Passed module
+    backward    Reached module   Read   Op ...   Collective   Gradient parameter   Allocate   Release   Passed module
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import count
+from itertools import count, starmap
 from math import prod
 
 
@@ -141,6 +141,28 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """Autograd saves a tensor for backward. `mark` is a number of its own, by which backward reads the tensor."""
+
+    tensor: int
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Nothing but autograd keeps a saved tensor any more."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Backward is about to read what was saved."""
+
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardBegins:
     """The loss is computed; backward begins."""
 
@@ -169,7 +191,8 @@ class Passed:
     module: int
 
 
-Event = Enter | Leave | Use | Op | Collective | Wait | Allocate | Release | BackwardBegins | Reached | Gradient | Passed
+Calls = Enter | Leave | Use | Reached | Passed | BackwardBegins
+Event = Calls | Op | Collective | Wait | Allocate | Save | Alone | Release | Read | Gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +289,19 @@ def checkpointed(work: Work, modules: Collection[int], keeper: Callable[[], Keep
     saves, as ReLU does; here the readers of outputs are taken to save them.
     """
     numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
+    events = list[Event | None](work.events)
     inserted: dict[int, list[Event]] = {}  # in front of the event at a position
     renamed: dict[int, int] = {}
     prolonged: dict[int, int] = {}  # tensors that live longer -> the position at which they are released
     moved: set[int] = set()  # tensors that the forward releases when it runs again
     for span in _spans(work.events, frozenset(modules), keeper):
         again, new = span.again(numbers)
+        # Of what a checkpointed forward saves, its inputs alone are autograd's.
+        for at in range(span.end - len(span.events), span.end):
+            events[at] = None if isinstance(events[at], Save) else events[at]
+        marks = {tensor: next(numbers) for tensor in span.inputs}
+        inserted.setdefault(span.end - len(span.events) + 1, []).extend(starmap(Save, marks.items()))
+        inserted.setdefault(span.reached, []).extend(map(Read, marks.values()))
         inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
         inserted.setdefault(span.reached, []).extend(again)
         renamed |= new
@@ -283,21 +313,25 @@ def checkpointed(work: Work, modules: Collection[int], keeper: Callable[[], Keep
                 prolonged[tensor] = max(prolonged.get(tensor, 0), span.is_over)
     for tensor, position in prolonged.items():
         inserted.setdefault(position, []).append(Release(tensor))
-    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, moved.union(prolonged))))
+    return replace(work, events=tuple(_rewritten(events, inserted, renamed, moved.union(prolonged))))
 
 
 def _rewritten(
-    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], prolonged: Collection[int]
+    events: Sequence[Event | None],
+    inserted: dict[int, list[Event]],
+    renamed: dict[int, int],
+    prolonged: Collection[int],
 ) -> Iterator[Event]:
     """Yields `events` with the inserted ones, which release `prolonged` tensors. Releases get the new names."""
     for position, event in enumerate(events):
         yield from inserted.get(position, ())
         if isinstance(event, Release):
-            if event.tensor not in prolonged:
-                yield Release(renamed.get(event.tensor, event.tensor))
+            # An input that lives longer is left to autograd where the forward left it.
+            number = renamed.get(event.tensor, event.tensor)
+            yield Alone(number) if event.tensor in prolonged else Release(number)
         elif isinstance(event, Allocate) and event.tensor in prolonged and event.kind is TensorKind.TEMPORARY:
             yield replace(event, kind=TensorKind.ACTIVATION)
-        else:
+        elif event is not None:
             yield event
 
 
@@ -362,6 +396,8 @@ class _Span:
                 case Leave(module, _, outputs):
                     calls.pop()
                     again.append(Leave(module, True, tuple(new.get(each, each) for each in outputs)))
+                case Save() | Alone():
+                    pass
                 case _ if at not in self.skipped:
                     again.append(event)
         again += [Release(new[tensor]) for tensor in alive.difference(freed)]
