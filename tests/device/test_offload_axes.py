@@ -424,6 +424,7 @@ def test_what_keeps_a_step_with_offload_from_being_captured_is_named_with_its_ax
         POLICIES["half of everything"]: "OffloadPolicy(parameters='host'), as CPUOffloadPolicy() has it, steps in",
         AXES["state, pageable"]: "OffloadPolicy(optimizer='host', pin_memory=False): the host waits for each copy",
         on_disk: f"OffloadPolicy(optimizer=Disk(path={str(tmp_path)!r})) reads and writes files",
+        AXES["disk"]: f"OffloadPolicy(parameters={DISK!r}) steps in host memory",
         AXES["state"]: "has not waited for what its reduce lane does",
     }
     for policy, words in named.items():

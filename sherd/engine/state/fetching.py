@@ -65,6 +65,11 @@ class RestingPlace:
         )
 
     @property
+    def parameters(self) -> Place:
+        """Where the weights rest that are gathered, as `OffloadPolicy` names it."""
+        return self.disk or ("host" if self.is_elsewhere and not self.keeps_copies else "device")
+
+    @property
     def brings_state(self) -> bool:
         """True if the optimizer's state does not rest in the memory where the optimizer steps."""
         return isinstance(self.state, Disk) or (self.state == "host" and self.device.type != "cpu")

@@ -16,7 +16,7 @@ from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_b
 from sherd.comm.mesh import DataMesh
 from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
-from sherd.policy import Codec, OffloadPolicy, Place, Reduction
+from sherd.policy import Codec, OffloadPolicy, Reduction
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
@@ -112,14 +112,11 @@ def stepped_bytes(parameter: nn.Parameter, group: Group) -> int:
 
 def _policy_of(unit: Unit) -> OffloadPolicy:
     """Returns where the state of `unit` rests: on the device, if that is the host."""
-    place = unit.place
-    saved: Place = "device" if unit.backward.offload is None else "host"
+    place, own = unit.place, OffloadPolicy(activations="device" if unit.backward.offload is None else "host")
     if place.is_elsewhere:
-        kept: Place = "device" if place.keeps_copies else "host"
-        places = OffloadPolicy(parameters=kept, gradients="host", optimizer=place.state, masters=place.masters)
-        return replace(places, activations=saved)
+        return replace(own, parameters=place.parameters, gradients="host", optimizer=place.state, masters=place.masters)
     masters = "device" if place.masters == "host" and unit.mesh.device.type == "cpu" else place.masters
-    return OffloadPolicy(optimizer=place.state if place.brings_state else None, masters=masters, activations=saved)
+    return replace(own, optimizer=place.state if place.brings_state else None, masters=masters)
 
 
 def _arriving(names: Mapping[int, str], sizes: GroupSizes, group: Group, widened: Mapping[str, int]) -> GroupSizes:

@@ -389,8 +389,9 @@ def _offload_of(unit: Unit) -> str:
     """Returns why the host waits for what rests elsewhere, naming the axis that the user has set; "" if it does not."""
     place = unit.place
     if place.is_elsewhere:
-        axis, also = ("gradients", "") if place.keeps_copies else ("parameters", ", as CPUOffloadPolicy() has it,")
-        return f"OffloadPolicy({axis}='host'){also} steps in host memory, for which the host waits: leave it out"
+        axis = "gradients='host'" if place.parameters == "device" else f"parameters={place.parameters!r}"
+        also = ", as CPUOffloadPolicy() has it," if place.parameters == "host" else ""
+        return f"OffloadPolicy({axis}){also} steps in host memory, for which the host waits: leave it out"
     for axis, rest in (("optimizer", place.state), ("masters", place.masters)):
         if isinstance(rest, Disk):
             return f"OffloadPolicy({axis}={rest!r}) reads and writes files, for which the host waits: leave it out"
