@@ -260,9 +260,9 @@ def decode_parts(codec: Codec, encoded: Tensor, sizes: Sequence[int], out: Tenso
         codec.decode(of_several, several)
 
 
-def parts_at_once(codec: Codec, numel: int) -> int:
-    """Returns how many parts of `numel` elements one call encodes or decodes, as rows; of a user's codec it is one."""
-    return max(1, AT_ONCE // max(1, numel)) if isinstance(codec, BlockCodec) else 1
+def parts_at_once(codec: Codec, sizes: Sequence[int]) -> int:
+    """Returns how many parts of equal `sizes` one call encodes or decodes, as rows; of a user's codec it is one."""
+    return max(1, AT_ONCE // max(1, sizes[0])) if isinstance(codec, BlockCodec) and len(set(sizes)) == 1 else 1
 
 
 def decoding_bytes(codec: Codec, sizes: Sequence[int], itemsize: int) -> int:
@@ -272,13 +272,12 @@ def decoding_bytes(codec: Codec, sizes: Sequence[int], itemsize: int) -> int:
     """
     form = FORMATS[codec.name] if isinstance(codec, BlockCodec) else FORMATS["int8"]
     of_element = (4 if form.specials[1] == math.inf else 8) + (form.bits == 4)
-    at_once = parts_at_once(codec, max(sizes)) if len(set(sizes)) == 1 else 1
-    return (of_element + itemsize) * max(sizes) * min(len(sizes), at_once)
+    return (of_element + itemsize) * max(sizes) * min(len(sizes), parts_at_once(codec, sizes))
 
 
 def _in_calls(codec: Codec, values: Tensor, encoded: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the values and the bytes for each call: of one part, or of several equal ones."""
-    at_once = parts_at_once(codec, max(sizes)) if len(set(sizes)) == 1 else 1
+    at_once = parts_at_once(codec, sizes)
     if at_once > 1 and sizes[0]:
         rows = values.view(len(sizes), -1), encoded.view(len(sizes), -1)
         yield from zip(*(each.split(at_once) for each in rows), strict=True)

@@ -122,7 +122,7 @@ class DiskVectors:
 
 
 class User(Protocol):
-    """What uses a vector on a disk: `shard_buffer`, whose `version` is another one after each write."""
+    """The user of a vector on a disk, its `shard_buffer`; each write changes `version`."""
 
     @property
     def shard_buffer(self) -> torch.Tensor: ...

@@ -32,7 +32,7 @@ from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import State, StateKind, state_kind
 
 ONE = torch.empty(1, device="meta")
-"""What bitsandbytes keeps of a block: its scale, in float32."""
+"""The scale of a block of bitsandbytes', float32."""
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 
@@ -80,7 +80,7 @@ def _tables_apart(entry: OptimizerEntry, state: State, optimizer: Any, runs: Run
     separate: State = {}
     for number in (each[-1] for each in state if each in ("state1", "state2")):
         scale = state.get(f"absmax{number}", torch.empty(0))
-        spec = _spec(entry.spec, runs, 256, ONE)
+        spec = _spec(entry.spec, runs, block_size(optimizer), ONE)
         codes = local_part(state[f"state{number}"]).to(torch.uint8)
         separate[f"state{number}"] = codes if entry.spec is None else around(codes, entry.spec)
         separate[f"absmax{number}"] = scale if spec is None else around(scale, spec)
@@ -90,7 +90,7 @@ def _tables_apart(entry: OptimizerEntry, state: State, optimizer: Any, runs: Run
 
 def _own_scale(entry: OptimizerEntry, optimizer: Any, scale: Awaited, spec: DTensorSpec | None) -> torch.Tensor:
     runs = _runs_of_blocks(entry, optimizer)
-    return local_part(scale.take(None if runs is None else _spec(spec, runs, 256, ONE)))
+    return local_part(scale.take(None if runs is None else _spec(spec, runs, block_size(optimizer), ONE)))
 
 
 def together(entry: OptimizerEntry, state: State, optimizer: Optimizer) -> State:

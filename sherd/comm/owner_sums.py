@@ -141,7 +141,7 @@ def add_decoded(
     versions = sent.new_empty(len(lengths), codec.num_bytes(total.numel()))
 
     def decode() -> None:
-        at_once = parts_at_once(codec, total.numel())
+        at_once = parts_at_once(codec, [total.numel()])
         for encoded in versions.split(at_once):
             decoded = total.new_empty(len(encoded), total.numel())
             codec.decode(*((encoded, decoded) if at_once > 1 else (encoded[0], decoded[0])))

@@ -251,11 +251,8 @@ def _present(units: Sequence[Unit], device: torch.device) -> dict[tuple[int, Mem
 
 def _stored_gradients(units: Sequence[Unit]) -> dict[tuple[int, MemoryKind], int]:
     """Returns the bytes of gradients in host memory at the end of a backward."""
-    sizes = {
-        number: sum(each.gradients for each in sizes_of(unit) if each.is_offloaded and each.arriving)
-        for number, unit in enumerate(units)
-    }
-    return {(number, MemoryKind.GRADIENTS): nbytes for number, nbytes in sizes.items()}
+    sizes = (sum(each.gradients for each in sizes_of(unit) if each.is_offloaded and each.arriving) for unit in units)
+    return {(number, MemoryKind.GRADIENTS): nbytes for number, nbytes in enumerate(sizes)}
 
 
 def _rows(

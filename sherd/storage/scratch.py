@@ -266,7 +266,8 @@ class ScratchFile:
     def _next(self, view: memoryview, start: int) -> memoryview:
         """Returns what to transfer next of `view`, for the bytes from `start` on. Only pages pass the page cache."""
         head, may_pass = -start % PAGE, self._scratch.passes_cache and not view.readonly
-        has_pages = may_pass and len(view) >= head + PAGE and (_address_of(view) + head) % PAGE == 0
+        may_pass = may_pass and len(view) >= head + PAGE
+        has_pages = may_pass and (ctypes.addressof(ctypes.c_char.from_buffer(view)) + head) % PAGE == 0
         # One file has one request at a time, so that its flags are this request's.
         fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags | (os.O_DIRECT if has_pages and not head else 0))
         return view[: head or len(view) - len(view) % PAGE] if has_pages else view
@@ -294,10 +295,6 @@ def _passes_cache(fd: int) -> bool:
     except (OSError, AttributeError):  # a system without O_DIRECT
         return False
     return True
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _raise_lost_writes(fd: int) -> None:

@@ -223,7 +223,7 @@ def _coding(codec: Codec | None, dtype: torch.dtype, num_parts: int, numel: int)
     from sherd.codecs import parts_at_once  # of few policies, so loaded late
 
     of_part = numel // num_parts
-    num_calls = -(-num_parts // parts_at_once(codec, of_part))
+    num_calls = -(-num_parts // parts_at_once(codec, [of_part]))
     values = torch.empty(of_part, dtype=dtype, device="meta")
     encoded = torch.empty(codec.num_bytes(of_part), dtype=torch.uint8, device="meta")
     with Accesses() as encoding:
