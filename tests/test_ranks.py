@@ -130,6 +130,16 @@ def tensors_of_many_kinds():
     }
 
 
+def surroundings():
+    return os.getcwd(), dict(os.environ)
+
+
+def change_the_surroundings(folder):
+    os.chdir(folder)
+    os.environ.pop("RANK")
+    os.environ.update(LOCAL_RANK="7", ADDED_BY_A_TEST="1")
+
+
 def warn():
     warnings.warn("careful", UserWarning, stacklevel=1)
 
@@ -222,6 +232,12 @@ def test_groups_a_test_made_are_gone_in_the_next(world):
     made = world(4).run(make_a_sub_group)
     assert all(value == 2.0 and groups > known for (value, groups), known in zip(made, before, strict=True))
     assert world(4).run(num_groups) == before
+
+
+def test_what_a_test_changed_around_itself_is_as_before_in_the_next(world, tmp_path):
+    before = world(2).run(surroundings)
+    world(2).run(change_the_surroundings, str(tmp_path))
+    assert world(2).run(surroundings) == before
 
 
 @pytest.mark.filterwarnings("error")

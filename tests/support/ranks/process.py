@@ -1,5 +1,6 @@
 """What a rank's process does between the session's start and its end."""
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -12,12 +13,13 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -122,7 +124,7 @@ def _join(rank: int, num_ranks: int, port: int, setup: Setup) -> None:
 def answer(task: bytes) -> bytes:
     """What became of a task, a Success or a Failure, pickled."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), surroundings_kept():
             _tidy()
             loops = _loops()
             if _said is not None:
@@ -130,6 +132,17 @@ def answer(task: bytes) -> bytes:
             return _dumps(Success(_perform(task), loops))
     except BaseException as error:
         return pickle.dumps(failure_of(error, _last_said()))
+
+
+@contextlib.contextmanager
+def surroundings_kept() -> Iterator[None]:
+    """Variables of the environment and the working directory are afterwards as before."""
+    folder = os.getcwd()
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            os.chdir(folder)
 
 
 def _last_said() -> str:
