@@ -8,13 +8,17 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 
 from sherd._torch import users_stacklevel
+from sherd.comm.agreement import fail_together
 from sherd.comm.failures import own_rank
+from sherd.errors import ScratchError
 from sherd.policy import Disk
 from sherd.storage.scratch import PAGE, Request, Scratch, ScratchFile
 from sherd.tensor.ragged import memory_of
@@ -32,7 +36,7 @@ class DiskVectors:
         self._scratch = Scratch(path, depth=DEPTH, stacklevel=users_stacklevel(sys._getframe()))
         self.file_system = os.stat(self._scratch.path).st_dev
         """Its number: folders with the same one share their space."""
-        self._files: dict[int, ScratchFile] = {}  # by the address of the vector
+        self._files: dict[int, tuple[ScratchFile, mmap.mmap]] = {}  # by the address of the vector
         self._writing: deque[tuple[Request, torch.Tensor]] = deque()
         self._lock = threading.Lock()
         self._free_buffers: defaultdict[Kind, list[torch.Tensor]] = defaultdict(list)
@@ -52,13 +56,16 @@ class DiskVectors:
             return torch.empty(0, dtype=dtype)
         file = self._scratch.file(name, numel * dtype.itemsize)
         mapped = file.map()
-        vector = torch.frombuffer(mapped, dtype=dtype, count=numel)  # its memory holds `mapped`
-        self._files[vector.data_ptr()] = file
-        weakref.finalize(mapped, self._free, vector.data_ptr()).atexit = False
+        seen = memoryview(mapped)
+        vector = torch.frombuffer(seen, dtype=dtype, count=numel)  # its memory holds `seen`
+        # Until the address is forgotten: once it is unmapped, another thread may get it.
+        self._files[vector.data_ptr()] = file, mapped
+        weakref.finalize(seen, self._free, vector.data_ptr()).atexit = False
         return vector
 
     def _free(self, address: int) -> None:
-        self._files.pop(address).close()
+        file, _ = self._files.pop(address)
+        file.close()
 
     def has(self, vector: torch.Tensor) -> bool:
         """Returns True for a vector that `empty` has returned, and for a part of one."""
@@ -68,8 +75,8 @@ class DiskVectors:
         """Returns the file that has the vector, and the byte where it begins."""
         begin = vector.data_ptr()
         if begin in self._files:
-            return self._files[begin], 0
-        for address, file in list(self._files.items()):
+            return self._files[begin][0], 0
+        for address, (file, _) in self._files.copy().items():
             if address < begin < address + file.nbytes:
                 return file, begin - address
         return None
@@ -88,15 +95,24 @@ class DiskVectors:
         file, at = self._place_of(vector) or _missing()
         return file.read_into(memory_of(buffer), at + start * vector.itemsize)
 
-    def at_hand(self, user: User, pinned: bool) -> torch.Tensor:
+    def at_hand(self, user: User, pinned: bool, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
         """Returns the vector of `user` in host memory, which is its own. The next one is read meanwhile.
 
+        All ranks of the axes `groups` of a mesh must call this.
+
         Raises:
-            ScratchError: it could not be read.
+            ScratchError: on all of them, if one could not read its own.
         """
-        if (rank := own_rank()) not in self._in_turn:
-            self._in_turn[rank] = _InTurn(self)
-        return self._in_turn[rank].take(user, pinned)
+        vector, failure = user.shard_buffer, None
+        if vector.numel():
+            if (rank := own_rank()) not in self._in_turn:
+                self._in_turn[rank] = _InTurn(self)
+            try:
+                vector = self._in_turn[rank].take(user, pinned)
+            except ScratchError as error:
+                failure = error
+        fail_together(groups, failure, "the reads of parameters from disks")
+        return vector
 
     def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
         """Begin to write a `buffer` to the elements from `start` on. Raises errors of earlier writes."""

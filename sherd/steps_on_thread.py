@@ -27,7 +27,6 @@ from sherd.engine import Group, ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim import FlatStep, params_replaced
 from sherd.optim.flat import Stepper
-from sherd.policy import Disk
 from sherd.requirements import require_int
 from sherd.tensor.optimizers import is_elementwise_class
 
@@ -173,8 +172,7 @@ class StepsOnThread:
     ) -> list[tuple[Unit, Stepper, Optimizer]]:
         """Returns what the thread needs to step a unit; nothing if that is left to the caller, as each first step."""
         groups, kind = [weights.group for weights in unit.weights], _kind_of(optimizer)
-        places = [place for group in groups for place in (group.place.state, group.place.masters)]
-        is_on_disk = any(isinstance(each, Disk) for each in places)  # where ranks agree after each step
+        is_on_disk = any(group.place.disks for group in groups)  # ranks agree after each step, and in each gather
         if any(group.shard_buffer.device.type != "cpu" for group in groups):
             return []
         if self.delay and (is_on_disk or not all(group.place.keeps_copies for group in groups)):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
-from sherd.comm.objects import all_gather_objects
+from sherd.comm.objects import all_gather_objects, device_of
 from sherd.errors import RanksDifferError, SherdError, in_short
 
 T = TypeVar("T")
@@ -44,6 +44,25 @@ def gathered_along(groups: Iterable[dist.ProcessGroup], mine: object, what: str)
     for group in groups:
         everything = [each for of_rank in all_gather_objects(everything, what, group) for each in of_rank]
     return everything
+
+
+def fail_together(groups: Sequence[dist.ProcessGroup], failure: SherdError | None, what: str) -> None:
+    """Raise the `failure` of one rank on all ranks of a mesh with these axes, which must all call this.
+
+    Without a failure this costs one flag for each axis.
+    """
+    failed = torch.tensor([failure is not None], dtype=torch.int32)
+    for group in groups:
+        on_wire = failed.to(device_of(group))
+        with named(what, group):
+            dist.all_reduce(on_wire, dist.ReduceOp.MAX, group)
+        failed = on_wire.cpu()
+    if failed.item():
+        said = failure and (type(failure), f"on rank {dist.get_rank()}: {failure.args[0]}")
+        for told in gathered_along(groups, said, what):
+            if told is not None:
+                error_class, text = told
+                raise error_class(text) from failure
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:

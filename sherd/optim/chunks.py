@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import dynamo_disabled, replace_class, spec_of, swap_devices
-from sherd.comm.agreement import gathered_along, groups_of
+from sherd.comm.agreement import fail_together, groups_of
 from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
 from sherd.errors import ScratchError
@@ -199,8 +199,7 @@ def step_chunks(
     # Where all is in host memory, no lane of a device takes part.
     failure, devices = None, [group.shard_buffer.device for group in groups]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
-    places = [place for group in groups for place in (group.place.state, group.place.masters, group.place.disk)]
-    disks = {place.path: place for place in places if isinstance(place, Disk)}
+    disks = {disk.path: disk for group in groups for disk in group.place.disks}
     needed: dict[int, int] = defaultdict(int)  # by file system: folders may share one
     try:
         for path, each in disks.items() if num_moments else ():
@@ -222,9 +221,7 @@ def step_chunks(
     except ScratchError as error:
         failure = error
     axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh)) if disks else {}
-    for said in gathered_along(axes, failure and failure.args[0], "optimizer state on disks"):
-        if said is not None:
-            raise ScratchError(said) from failure
+    fail_together(list(axes), failure, "optimizer state on disks")
 
 
 _copies: weakref.WeakKeyDictionary[Optimizer, Handoff | None] = weakref.WeakKeyDictionary()

@@ -3,7 +3,9 @@ the device, no race and no wait of the host in a settled step."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import tempfile
 import warnings
 from contextlib import nullcontext
@@ -19,7 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sherd
 import simdevice
 from sherd import Blocks, CPUOffloadPolicy, Disk, OffloadPolicy
+from sherd.comm.transport import LargeCoalesced
 from sherd.engine.make import build as make_build
+from sherd.errors import ScratchError
 from sherd.optim import chunks
 from sherd.policy import SavedOnHost
 from tests.device.test_peaks import GPT, TOKENS, held_before, requested
@@ -265,6 +269,25 @@ def test_state_on_a_disk_has_the_same_values(sim_world, tmp_path):
     disk = Disk(str(tmp_path))
     for policy in (OffloadPolicy(optimizer=disk), OffloadPolicy(gradients="host", optimizer=disk)):
         assert all(sim_world(2, pause_us=200, seed=2).run(is_same, policy, optim.AdamW, None).values), policy
+
+
+def with_large_groups(policy: OffloadPolicy) -> tuple[bool, str]:
+    """Whether values are those of no offload where each tensor is gathered by itself, and what a lost disk says."""
+    with mock.patch.object(LargeCoalesced, "each_from_bytes", 0.0):
+        same, model = is_same(policy, optim.AdamW, None), model_of(policy)
+        broken = mock.Mock(side_effect=OSError(errno.EIO, "broken"))
+        with mock.patch.object(os, "preadv", broken if torch.distributed.get_rank() else os.preadv):
+            try:
+                model(noise(0, 0, 3, WIDTH).to("sim"))
+            except ScratchError as error:
+                return same, str(error)
+    return same, "nothing"
+
+
+def test_large_groups_are_read_from_a_disk_as_others(sim_world):
+    (one, said), (other, told) = sim_world(2, pause_us=200, seed=3).run(with_large_groups, AXES["disk"]).values
+    assert (one, other) == (True, True)
+    assert all("on rank 1: scratch file" in each and "broken" in each for each in (said, told))
 
 
 def wrapped(policy: OffloadPolicy, flat: bool) -> list[Tensor]:

@@ -4,6 +4,9 @@ import copy
 import errno
 import fcntl
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -19,7 +22,8 @@ from sherd.optim import chunks
 from sherd.storage.scratch import PAGE
 from tests.optim.test_masters import made
 from tests.support.models import chain, noise
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
 
 WIDTH = 24
@@ -54,9 +58,11 @@ def values_of(model):
     return {name: each.full_tensor().clone() for name, each in model.named_parameters()}
 
 
-def trained(policy, kind=optim.AdamW, flattens=False, change=None, **options):
+def trained(policy, kind=optim.AdamW, flattens=False, change=None, on_thread=False, **options):
     model = sharded(policy, **options)
     optimizer = made(kind, model, flattens)
+    if on_thread:
+        sherd.step_on_thread(optimizer)
     with mock.patch.object(chunks, "CHUNK_NUMEL", 64):
         for number in range(4):
             step(model, optimizer, number)
@@ -185,6 +191,27 @@ def test_pages_pass_the_page_cache_whichever_byte_a_range_begins_at(tmp_path):
     assert sum(nbytes for is_direct, nbytes, _ in flags if is_direct) >= 0.8 * sum(nbytes for _, nbytes, _ in flags)
 
 
+def test_threads_make_and_drop_vectors_whose_addresses_are_used_again(tmp_path):
+    vectors, switching = DiskVectors(str(tmp_path)), sys.getswitchinterval()
+
+    def used(thread):
+        for number in range(100):
+            expected = torch.full((3000,), 1000.0 * thread + number)
+            vector = vectors.empty(f"{thread}", 3000, torch.float32)
+            vectors.write(vector, 0, expected)
+            vectors.settle()
+            found = torch.empty(1500)
+            vectors.read(vector[700:2200], 0, found).wait()
+            assert torch.equal(found, expected[700:2200])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(used, range(4)))
+    finally:
+        sys.setswitchinterval(switching)
+
+
 @on_threads(1)
 def test_a_disk_that_fails_is_told_by_the_forward_and_by_all_that_follow(tmp_path):
     model = sharded(OffloadPolicy(parameters=Disk(str(tmp_path))))
@@ -197,6 +224,36 @@ def test_a_disk_that_fails_is_told_by_the_forward_and_by_all_that_follow(tmp_pat
     with mock.patch.object(os, "preadv", failing):
         assert "continue from a checkpoint" in one_line(ScratchError, model, x)
     assert "continue from a checkpoint" in one_line(ScratchError, model, x)
+
+
+@on_processes(2)
+def test_what_would_be_stepped_on_a_thread_is_left_to_the_caller(tmp_path):
+    assert are_equal(trained(OffloadPolicy(parameters=Disk(str(tmp_path))), on_thread=True), trained(OffloadPolicy()))
+
+
+def fails(how, folder):
+    """What both ranks say once a disk of rank 1 fails."""
+    rank, rank_1_fails = torch.distributed.get_rank(), nullcontext()
+    if rank:
+        rank_1_fails = mock.patch.object(os, "preadv", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
+    options = {"mp_policy": sherd.MixedPrecisionPolicy(torch.bfloat16)} if how == "cast" else {}
+    model, x = sharded(OffloadPolicy(parameters=Disk(folder)), **options), noise(0, rank, 3, WIDTH)
+    optimizer = made(optim.AdamW, model)
+    step(model, optimizer, 0)
+    loss = model(x).square().mean() if how == "backward" else None
+    with rank_1_fails, torch.set_grad_enabled(how != "evaluation"):
+        if loss is not None:
+            loss.backward()
+        else:
+            model(x)
+
+
+@pytest.mark.parametrize("how", ["forward", "cast", "backward", "evaluation"])
+def test_a_read_that_fails_on_one_rank_is_one_error_on_all(how, tmp_path, world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(fails, how, str(tmp_path), timeout=60.0)
+    assert [kind for kind, _ in failed.value.errors.values()] == [ScratchError.__name__] * 2
+    assert len({text.partition("]")[2] for _, text in failed.value.errors.values()}) == 1
 
 
 @on_threads(1)

@@ -513,7 +513,7 @@ class Weights(Position, saved.StorageOwner):
         The strips are parts of `source`. Without a source the shards are copied into the places, whose parts they are.
         """
         group = self.group
-        places, shards = unsharded.copy_out.strips(group.shard_buffer if source is None else source)
+        places, shards = unsharded.copy_out.strips(group.at_hand() if source is None else source)
         if source is not None:
             return places, shards
         strips = [place.view(group.packing.num_ranks, -1)[group.mesh.shard_rank] for place in places]

@@ -70,6 +70,11 @@ class RestingPlace:
         return self.disk or ("host" if self.is_elsewhere and not self.keeps_copies else "device")
 
     @property
+    def disks(self) -> list[Disk]:
+        """Those on which any of this rests."""
+        return [each for each in (self.state, self.masters, self.disk) if isinstance(each, Disk)]
+
+    @property
     def brings_state(self) -> bool:
         """True if the optimizer's state does not rest in the memory where the optimizer steps."""
         return isinstance(self.state, Disk) or (self.state == "host" and self.device.type != "cpu")

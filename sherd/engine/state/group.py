@@ -34,6 +34,7 @@ from sherd._torch import (
     spec_of,
     swap_devices,
 )
+from sherd.comm.agreement import groups_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, Streams, wait_for_steps
 from sherd.comm.transport import Sizes, parts
@@ -533,7 +534,7 @@ class Group:
         """
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
-        piece = self.shard_buffer if self.place.disk is None else self._at_hand()
+        piece = self.shard_buffer if self.place.disk is None else self.at_hand()
         piece = self.place.fetch(piece, self.device) if self.is_offloaded else piece
         return piece if dtype == self.dtype else piece.to(dtype)
 
@@ -542,16 +543,20 @@ class Group:
         mesh = self.mesh
         start = self.packing.starts[mesh.pieces_of(mesh.shard_rank).start]
         part = rows[start : start + self.shard_sizes[mesh.shard_rank]]
-        fetch_into(part, self._at_hand())
+        fetch_into(part, self.at_hand())
         return part
 
-    def _at_hand(self) -> torch.Tensor:
-        """Returns the shard buffer, in host memory if it rests on a disk."""
-        if self.place.disk is None or not self.shard_buffer.nbytes or self.shard_buffer.is_meta:
+    def at_hand(self) -> torch.Tensor:
+        """Returns the shard buffer, or what was read of it if it rests on a disk: then all ranks must call this.
+
+        Raises:
+            ScratchError: on all ranks, if one could not read its own.
+        """
+        if self.place.disk is None or self.shard_buffer.is_meta:
             return self.shard_buffer
         from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
 
-        return vectors_on(self.place.disk).at_hand(self, self.place.pinned)
+        return vectors_on(self.place.disk).at_hand(self, self.place.pinned, groups_of(self.mesh))
 
     def mark_shards_written(self) -> None:
         """Note that the shards were, or may be, written: copies of them are stale. All ranks must call it together."""
