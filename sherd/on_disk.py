@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import users_stacklevel
-from sherd.comm.agreement import fail_together
+from sherd.comm.agreement import failing_together
 from sherd.comm.failures import own_rank
-from sherd.errors import ScratchError
 from sherd.policy import Disk
 from sherd.storage.scratch import PAGE, Request, Scratch, ScratchFile
 from sherd.tensor.ragged import memory_of
@@ -103,16 +102,12 @@ class DiskVectors:
         Raises:
             ScratchError: on all of them, if one could not read its own.
         """
-        vector, failure = user.shard_buffer, None
-        if vector.numel():
+        with failing_together(groups, "the reads of parameters from disks"):
+            if not user.shard_buffer.numel():
+                return user.shard_buffer
             if (rank := own_rank()) not in self._in_turn:
                 self._in_turn[rank] = _InTurn(self)
-            try:
-                vector = self._in_turn[rank].take(user, pinned)
-            except ScratchError as error:
-                failure = error
-        fail_together(groups, failure, "the reads of parameters from disks")
-        return vector
+            return self._in_turn[rank].take(user, pinned)
 
     def write(self, vector: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
         """Begin to write a `buffer` to the elements from `start` on. Raises errors of earlier writes."""

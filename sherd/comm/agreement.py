@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects, device_of
-from sherd.errors import RanksDifferError, SherdError, in_short
+from sherd.errors import RanksDifferError, ScratchError, SherdError, in_short
 
 T = TypeVar("T")
 
@@ -46,11 +47,19 @@ def gathered_along(groups: Iterable[dist.ProcessGroup], mine: object, what: str)
     return everything
 
 
-def fail_together(groups: Sequence[dist.ProcessGroup], failure: SherdError | None, what: str) -> None:
-    """Raise the `failure` of one rank on all ranks of a mesh with these axes, which must all call this.
+@contextmanager
+def failing_together(groups: Collection[dist.ProcessGroup], what: str) -> Iterator[None]:
+    """A context in which a ScratchError of one rank is raised on all ranks of a mesh with these axes.
 
-    Without a failure this costs one flag for each axis.
+    All of them must enter it. Without an error it costs one flag for each axis.
     """
+    failure = None
+    try:
+        yield
+    except ScratchError as error:
+        if not groups:
+            raise
+        failure = error
     failed = torch.tensor([failure is not None], dtype=torch.int32)
     for group in groups:
         on_wire = failed.to(device_of(group))
@@ -58,11 +67,10 @@ def fail_together(groups: Sequence[dist.ProcessGroup], failure: SherdError | Non
             dist.all_reduce(on_wire, dist.ReduceOp.MAX, group)
         failed = on_wire.cpu()
     if failed.item():
-        said = failure and (type(failure), f"on rank {dist.get_rank()}: {failure.args[0]}")
+        said = failure and f"on rank {dist.get_rank()}: {failure.args[0]}"
         for told in gathered_along(groups, said, what):
             if told is not None:
-                error_class, text = told
-                raise error_class(text) from failure
+                raise ScratchError(told) from failure
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:

@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import dynamo_disabled, replace_class, spec_of, swap_devices
-from sherd.comm.agreement import fail_together, groups_of
+from sherd.comm.agreement import failing_together, groups_of
 from sherd.comm.streams import Handoff, streams_for
 from sherd.engine import Group
-from sherd.errors import ScratchError
 from sherd.layout.extent import Extent
 from sherd.on_disk import vectors_on
 from sherd.optim.loaded import Rest, rest_of
@@ -197,11 +196,12 @@ def step_chunks(
         ScratchError: on all ranks, if a disk of one has failed.
     """
     # Where all is in host memory, no lane of a device takes part.
-    failure, devices = None, [group.shard_buffer.device for group in groups]
+    devices = [group.shard_buffer.device for group in groups]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     disks = {disk.path: disk for group in groups for disk in group.place.disks}
     needed: dict[int, int] = defaultdict(int)  # by file system: folders may share one
-    try:
+    axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh)) if disks else {}
+    with failing_together(axes, "optimizer state on disks"):
         for path, each in disks.items() if num_moments else ():
             of_disk = [group for group in groups if group.place.state == Disk(path)]
             sizes = [group.shard_numel * max(group.grad_dtype.itemsize, group.dtype.itemsize) for group in of_disk]
@@ -218,10 +218,6 @@ def step_chunks(
                 group.arrive_by(last)
         for each in disks.values():
             vectors_on(each).settle()
-    except ScratchError as error:
-        failure = error
-    axes = dict.fromkeys(axis for group in groups for axis in groups_of(group.mesh)) if disks else {}
-    fail_together(list(axes), failure, "optimizer state on disks")
 
 
 _copies: weakref.WeakKeyDictionary[Optimizer, Handoff | None] = weakref.WeakKeyDictionary()

@@ -85,6 +85,24 @@ def test_a_disk_that_fails_on_one_rank_is_one_error_on_all(tmp_path, world):
     assert all("free space" in text for _, text in failed.value.errors.values())
 
 
+def cannot_be_made(how, folder):
+    path, full_disk = folder, nullcontext()
+    if torch.distributed.get_rank() and how == "no folder":
+        path = f"{folder}/missing/one"
+    elif torch.distributed.get_rank():
+        full_disk = mock.patch.object(os, "posix_fallocate", full)
+    with full_disk:
+        sharded(OffloadPolicy(parameters=Disk(path)))
+
+
+@pytest.mark.parametrize("how", ["no folder", "no space"])
+def test_a_unit_that_cannot_rest_there_on_one_rank_is_one_error_on_all(how, tmp_path, world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(cannot_be_made, how, str(tmp_path), timeout=60.0)
+    assert all(kind == "ScratchError" and "on rank 1: " in text for kind, text in failed.value.errors.values())
+    assert len(failed.value.errors) == 2
+
+
 def has_no_space_for_masters(folder):
     model = sharded(OffloadPolicy(masters=Disk(folder)))
     optimizer = made(optim.AdamW, model)

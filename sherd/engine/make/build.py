@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import iter_modules
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in
+from sherd.comm.agreement import failing_together, groups_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
@@ -60,8 +62,10 @@ def make_unit(
         _require_masters_possible(belongings.owned)
     if isinstance(offload.parameters, Disk):
         _require_plain(belongings.owned)
-    for disk in (offload.parameters, offload.optimizer, offload.masters):
-        if isinstance(disk, Disk):
+    disks = [each for each in (offload.parameters, offload.optimizer, offload.masters) if isinstance(each, Disk)]
+    on_all_ranks = functools.partial(failing_together, groups_of(mesh), "a unit's files") if disks else nullcontext
+    with on_all_ranks():
+        for disk in disks:
             from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
 
             vectors_on(disk)
@@ -82,7 +86,8 @@ def make_unit(
     borrow(belongings.borrowed)
     if mesh.comm.encodes_gradients:
         policy = replace(policy, reduce_unused=True)
-    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
+    with on_all_ranks():
+        unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
     if offload.activations == "host":
         unit.offload_saved(SavedOnHost(pin_memory=offload.pin_memory))
     hooks.install(unit, modules)
