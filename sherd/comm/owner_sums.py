@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sherd.codecs import codec_of, decode_parts, decoding_bytes, encode_parts, parts_at_once
 from sherd.comm.narrowing import Narrowing
@@ -47,9 +48,7 @@ class OwnerSums(Transport):
         own._narrowing, own._what = narrowing, what
         return own
 
-    def _sent(
-        self, values: torch.Tensor, wire: torch.dtype, sizes: Sequence[int], what: str
-    ) -> tuple[torch.Tensor, Sequence[int]]:
+    def _sent(self, values: Tensor, wire: torch.dtype, sizes: Sequence[int], what: str) -> tuple[Tensor, Sequence[int]]:
         """Returns what is sent of `values`, which have parts of `sizes`, and the lengths of its parts."""
         codec, lengths = self._codec_for(values), sizes
         if self._narrowing is not None and values.is_floating_point() and not self.errors.is_unencoded:
@@ -83,14 +82,12 @@ class OwnerSums(Transport):
         """Returns the dtype of the reduction's sums of `dtype`."""
         return self._reduction.sum_dtype(self._reduction.wire_dtype(dtype))
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Gather as `transport` does."""
         return self._transport.all_gather(rows, shard_buffer, sizes, async_op)
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Sum by the transport's reduce-scatter if that adds in the dtype of `shard_buffer`."""
         codec, wire = self._codec_for(rows), self._reduction.wire_dtype(rows.dtype)
@@ -103,10 +100,10 @@ class OwnerSums(Transport):
             pending = self._transport.add_onto(shard_buffer.zero_(), sent, sizes, async_op)
         return pending if sent is rows else then(pending, partial(held, sent))
 
-    def _codec_for(self, values: torch.Tensor) -> Codec | None:
+    def _codec_for(self, values: Tensor) -> Codec | None:
         return self._codec if values.is_floating_point() and not self.errors.is_unencoded else None
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         """Sum parts on their owners, and gather the sums, rounded to the dtype of the wire, or encoded, too.
 
         Done when the call returns, unless `transport` has such a sum.
@@ -132,8 +129,8 @@ class OwnerSums(Transport):
 def add_decoded(
     transport: Transport,
     codec: Codec,
-    total: torch.Tensor,
-    sent: torch.Tensor,
+    total: Tensor,
+    sent: Tensor,
     lengths: Sequence[int],
     async_op: bool,
 ) -> Pending | None:
@@ -152,7 +149,7 @@ def add_decoded(
     return then(pending, partial(_after, sent, decode))
 
 
-def _after(sent: torch.Tensor, act: Callable[[], None]) -> None:
+def _after(sent: Tensor, act: Callable[[], None]) -> None:
     """Call `act()`; until the call, `sent` is held."""
     act()
 
@@ -205,7 +202,7 @@ class SumsInOrder:
         moved = 0 if self._is_sorted else sum(sizes)
         return moved * itemsize + scratch_bytes(self._transport, None, sizes, self.part, itemsize)
 
-    def add(self, total: torch.Tensor, rows: torch.Tensor, sizes: Sizes, async_op: bool) -> Pending | None:
+    def add(self, total: Tensor, rows: Tensor, sizes: Sizes, async_op: bool) -> Pending | None:
         """Add this rank's part in the `rows` of all ranks to `total`; `sizes` are those of all parts in the rows."""
         if self._is_sorted:
             return self._transport.add_onto(total, rows, sizes, async_op)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sherd._torch import all_gather_coalesced, bound_all_gather, bound_reduce_scatter, wait_on_host
 from sherd.comm.failures import unfinished
@@ -25,10 +26,10 @@ from sherd.errors import CommError, PolicyError
 if TYPE_CHECKING:
     from sherd.comm.narrowing import Narrowing
 
-CopyIntoPlace = Callable[[int, torch.Tensor], None]
+CopyIntoPlace = Callable[[int, Tensor], None]
 """A function `copy_into_place(rank, part)` that puts the `sizes[rank]` elements of rank's part where they belong."""
 
-InPieces = torch.Tensor | Sequence[torch.Tensor]
+InPieces = Tensor | Sequence[Tensor]
 """A 1-D buffer, or its parts, one after the other."""
 
 
@@ -65,7 +66,7 @@ class Transport(ABC):
     brings_memory = False
     """Its buffers must come from `empty`."""
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised 1-D buffer for a collective. Call it on the lane of the collective."""
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -83,9 +84,7 @@ class Transport(ABC):
         return dtype
 
     @abstractmethod
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Fill `rows` with every rank's `shard_buffer`. `shard_buffer` may be this rank's part of `rows` itself."""
 
     def all_gather_onto(
@@ -99,7 +98,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(
-        self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
+        self, targets: Sequence[Tensor], shard_buffers: Sequence[Tensor], async_op: bool
     ) -> Pending | None:
         """Fill each of `targets`, 1-D, with every rank's tensor at the same index of `shard_buffers`.
 
@@ -109,8 +108,8 @@ class Transport(ABC):
 
     def all_gather_several(
         self,
-        rows: Sequence[torch.Tensor],
-        shard_buffers: Sequence[torch.Tensor],
+        rows: Sequence[Tensor],
+        shard_buffers: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
         async_op: bool,
     ) -> Pending | None:
@@ -121,22 +120,18 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum of this rank's part in all ranks' `rows`."""
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def add_onto(self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Add this rank's part in all ranks' `rows` to `shard_buffer`, of any wider dtype, one after another.
 
         That of rank 0 comes first. The bytes are those of a reduce-scatter.
         """
         raise PolicyError(f"{type(self).__name__} has no sum in the order of ranks; leave out CommPolicy(reduce=)")
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def exchange(self, versions: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Fill `versions`, `[ranks, sizes[rank]]`, with this rank's part in all ranks' `rows`: an all-to-all."""
         raise PolicyError(f"{type(self).__name__} has no all-to-all; leave out CommPolicy(reduce=)")
 
@@ -145,11 +140,11 @@ class Transport(ABC):
         return self
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         """Sum `tensor` over the ranks, in place; every rank gets the same bits."""
 
 
-def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+def parts(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Returns each rank's part of `rows`, as a view."""
     starts = accumulate(sizes, initial=0)
     return [rows[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -201,66 +196,50 @@ def then(pending: Pending | None, act: Callable[[], None]) -> Pending | None:
     return None
 
 
-def held(*buffers: torch.Tensor) -> None:
+def held(*buffers: Tensor) -> None:
     """Do nothing: `then(pending, partial(held, buffer))` holds a buffer until a collective is done."""
 
 
 class NoTransport(Transport):
     """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        return None
+    def all_gather(self, *_: object) -> None: ...
 
-    def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        return None
+    def reduce_scatter(self, *_: object) -> None: ...
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        return None
+    def add_onto(self, *_: object) -> None: ...
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        return None
+    def exchange(self, *_: object) -> None: ...
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        return None
+    def all_reduce(self, *_: object) -> None: ...
 
 
-class OneRank(NoTransport):
+class OneRank(Transport):
     """A group of one rank: copies. The sum over one rank is there already."""
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Copy `shard_buffer`, the only part."""
         rows.copy_(shard_buffer)
         return None
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Copy `rows`, the only summand."""
         shard_buffer.copy_(rows)
         return None
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def add_onto(self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Add `rows`, the only summand."""
         shard_buffer.add_(rows)
         return None
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def exchange(self, versions: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Copy `rows`, the only version."""
         versions[0].copy_(rows)
+        return None
+
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         return None
 
 
@@ -299,9 +278,7 @@ class SingleCalls(Transport):
         self._gather_evenly, self._reduce_evenly = bound_all_gather(group), bound_reduce_scatter(group)
         self._for_uneven = for_uneven
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Gather by one call into one buffer, or into its parts."""
         what = "all-gather of {:,} bytes", rows.nbytes
         if are_even(sizes):
@@ -313,7 +290,7 @@ class SingleCalls(Transport):
         return self._called(dist.all_gather, parts(rows, sizes), shard_buffer, self._group, async_op, what=what)
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Reduce by one call from one buffer, or from its parts."""
         what = "reduce-scatter of {:,} bytes", rows.nbytes
@@ -324,9 +301,7 @@ class SingleCalls(Transport):
         op, into = dist.ReduceOp.SUM, parts(rows, sizes)
         return self._called(dist.reduce_scatter, shard_buffer, into, op, self._group, async_op, what=what)
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def add_onto(self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Receive all ranks' versions by one all-to-all, and add them."""
         versions = rows.new_empty(len(sizes), shard_buffer.numel())
 
@@ -336,15 +311,13 @@ class SingleCalls(Transport):
 
         return then(self.exchange(versions, rows, sizes, async_op), add)
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def exchange(self, versions: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Receive all ranks' versions by one call."""
         what, received = ("all-to-all of {:,} bytes", rows.nbytes), [versions.shape[1]] * len(sizes)
         call = partial(dist.all_to_all_single, group=self._group, async_op=async_op)
         return self._called(call, versions.view(-1), rows, received, list(sizes), what=what, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         """Reduce by one call, in place."""
         what = "all-reduce of {:,} bytes", tensor.nbytes
         return self._called(dist.all_reduce, tensor, dist.ReduceOp.SUM, self._group, async_op, what=what)
@@ -371,7 +344,7 @@ class CoalescedCalls(SingleCalls):
     each_from_bytes = 0.0
 
     def all_gather_each(
-        self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
+        self, targets: Sequence[Tensor], shard_buffers: Sequence[Tensor], async_op: bool
     ) -> Pending | None:
         what = "all-gather of {:,} tensors at once", len(targets)
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
@@ -390,9 +363,7 @@ class PartByPart(SingleCalls):
     share a device over gloo try a program out, and need not be fast.
     """
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Gather by one call, or by a broadcast of each part that is not empty."""
         if are_even(sizes):
             return super().all_gather(rows, shard_buffer, sizes, async_op)
@@ -408,7 +379,7 @@ class PartByPart(SingleCalls):
         return self._called(broadcast_all, what=("all-gather of {:,} bytes", rows.nbytes))
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Reduce by one call, or by an all-reduce of a copy of `rows`."""
         if are_even(sizes):

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sherd._torch import adopt_timeout, wait_on_host
 from sherd.comm.failures import unfinished
@@ -72,9 +73,7 @@ class Gloo(Transport):
         # From the sizes of all ranks, so that all ranks decide alike.
         return max(sizes) * len(sizes) * itemsize <= self._ahead
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Broadcast every part into its place, and copy this rank's own, unless it is in place."""
         call = _Call(self._link, "all-gather", rows.nbytes)
         into = parts(rows, sizes)
@@ -85,8 +84,8 @@ class Gloo(Transport):
 
     def all_gather_several(
         self,
-        rows: Sequence[torch.Tensor],
-        shard_buffers: Sequence[torch.Tensor],
+        rows: Sequence[Tensor],
+        shard_buffers: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
         async_op: bool,
     ) -> Pending | None:
@@ -108,36 +107,32 @@ class Gloo(Transport):
         return call.answer(async_op)
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Receive the other ranks' versions of this rank's part, and add them up with its own."""
         return self._sum(sums.add_up, shard_buffer, rows, sizes).answer(async_op)
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def add_onto(self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Receive the other ranks' versions of this rank's part, and add them with its own to `shard_buffer`."""
         return self._sum(sums.add_onto, shard_buffer, rows, sizes).answer(async_op)
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def exchange(self, versions: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Receive all versions at once."""
         return _AtOnce(self._link, sums.collect, versions, rows, sizes).answer(async_op)
 
-    def _sum(self, add: sums.Add, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> _Call:
+    def _sum(self, add: sums.Add, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int]) -> _Call:
         if self._is_small(sizes, rows.element_size()) or is_debugging_in_detail():
             return _AtOnce(self._link, add, shard_buffer, rows, sizes)
         return _InPieces(self._link, add, shard_buffer, rows, sizes, self._piece_bytes // rows.element_size())
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         """Sum by gloo's own call: a ring, in which every rank gets the bits that one rank has added up."""
         call = _Call(self._link, "all-reduce", tensor.nbytes)
         call.all_reduce(tensor)
         return call.answer(async_op)
 
 
-def _copy_own(place: torch.Tensor, shard_buffer: torch.Tensor) -> None:
+def _copy_own(place: Tensor, shard_buffer: Tensor) -> None:
     if place.data_ptr() != shard_buffer.data_ptr():
         place.copy_(shard_buffer)
 
@@ -187,7 +182,7 @@ class _Call:
         self._is_done = False
         self._failure: CommError | None = None
 
-    def broadcast(self, part: torch.Tensor, root: int) -> None:
+    def broadcast(self, part: Tensor, root: int) -> None:
         """Begin to fill `part` on all ranks with the root's part. An empty part needs no call."""
         if part.numel() and self._link.peers:
             peer = None if root == self._link.rank else root
@@ -195,7 +190,7 @@ class _Call:
                 lambda: dist.broadcast(_bytes_of(part), group_src=root, group=self._link.group, async_op=True), peer
             )
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         self._collective(
             lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._link.group, async_op=True), None
         )
@@ -203,19 +198,19 @@ class _Call:
     def _collective(self, begin: Callable[[], dist.Work | None], peer: int | None) -> None:
         self._begun.append((wait_on_host, self._begin(begin, peer), peer))
 
-    def send(self, part: torch.Tensor, peer: int) -> None:
+    def send(self, part: Tensor, peer: int) -> None:
         """Begin to send `part` to `peer`, which knows its length. An empty part needs no message."""
         if part.numel():
             group, tag = self._link.group, self._tag
             sent = self._begin(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=group, tag=tag), peer)
             self._begun.append((dist.Work.wait, sent, peer))
 
-    def fill(self, part: torch.Tensor, peer: int) -> None:
+    def fill(self, part: Tensor, peer: int) -> None:
         """Begin to fill `part` from `peer`; `wait()` waits for it. An empty part needs no message."""
         if part.numel():
             self._begun.append((dist.Work.wait, self.receive(part, peer), peer))
 
-    def receive(self, part: torch.Tensor, peer: int) -> dist.Work:
+    def receive(self, part: Tensor, peer: int) -> dist.Work:
         """Begin to fill `part` from `peer`. Returns the work, for which the caller waits."""
         return self._begin(
             lambda: dist.irecv(_bytes_of(part), group_src=peer, group=self._link.group, tag=self._tag), peer
@@ -264,9 +259,7 @@ class _Call:
 class _AtOnce(_Call):
     """A reduce-scatter that receives all versions of this rank's part, and then adds them up."""
 
-    def __init__(
-        self, link: _Link, add: sums.Add, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, link: _Link, add: sums.Add, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int]) -> None:
         super().__init__(link, "reduce-scatter", rows.nbytes)
         self._add, self._shard_buffer = add, shard_buffer
         given, rank, size = parts(rows, sizes), link.rank, link.size
@@ -307,8 +300,8 @@ class _InPieces(_Call):
         self,
         link: _Link,
         add: sums.Add,
-        shard_buffer: torch.Tensor,
-        rows: torch.Tensor,
+        shard_buffer: Tensor,
+        rows: Tensor,
         sizes: Sequence[int],
         piece_numel: int,
     ) -> None:
@@ -350,18 +343,18 @@ class _InPieces(_Call):
         self._arriving.append([(self.receive(slot, peer), peer) for peer, slot in slots.items()])
         self._num_asked += 1
 
-    def _slots_of(self, piece: int) -> dict[int, torch.Tensor]:
+    def _slots_of(self, piece: int) -> dict[int, Tensor]:
         slots, numel = self._slots[piece % _NUM_SLOTS], self._sums[piece].numel()
         return {peer: slot if slot.numel() == numel else slot[:numel] for peer, slot in slots.items()}
 
 
-def _pieces(part: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
+def _pieces(part: Tensor, numel: int) -> Sequence[Tensor]:
     """Returns `part` in chunks of `numel` elements, the last of which may be shorter. An empty part has no chunks."""
     if part.numel() > numel:
         return torch.split(part, numel)
     return (part,) if part.numel() else ()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     # gloo knows neither the 8-bit floats nor, in some calls, bool.
     return tensor.view(torch.uint8)

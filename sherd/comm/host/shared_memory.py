@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sherd._torch import adopt_timeout, timeout_of
 from sherd.comm.host.neighbours import Neighbour, Neighbours, Post, meet
@@ -105,7 +106,7 @@ class _Round(ABC):
         return self.shown[rank] * self._itemsize
 
     @abstractmethod
-    def fill(self, stage: torch.Tensor) -> None:
+    def fill(self, stage: Tensor) -> None:
         """Copy this rank's elements for the others, `shown[own rank]` of them, to `stage`."""
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
@@ -113,7 +114,7 @@ class _Round(ABC):
         return 0, self.shown[rank]
 
     @abstractmethod
-    def take(self, rank: int, part: torch.Tensor) -> None:
+    def take(self, rank: int, part: Tensor) -> None:
         """Take `rank`'s part, which stays readable until `finish` has returned."""
 
     def finish(self) -> None:
@@ -128,13 +129,13 @@ class _Gather(_Round):
     """Every rank shows its part to all. This rank's part is in `pieces`."""
 
     def __init__(
-        self, question: _Question, shown: Sequence[int], pieces: Sequence[torch.Tensor], copy_into_place: CopyIntoPlace
+        self, question: _Question, shown: Sequence[int], pieces: Sequence[Tensor], copy_into_place: CopyIntoPlace
     ) -> None:
         super().__init__(question, shown)
         self._pieces = pieces
         self._copy_into_place: CopyIntoPlace | None = copy_into_place
 
-    def fill(self, stage: torch.Tensor) -> None:
+    def fill(self, stage: Tensor) -> None:
         assert self._pieces, "filled once"
         if len(self._pieces) == 1:
             stage.copy_(self._pieces[0])
@@ -142,7 +143,7 @@ class _Gather(_Round):
             torch.cat(list(self._pieces), out=stage)
         self._pieces = ()
 
-    def take(self, rank: int, part: torch.Tensor) -> None:
+    def take(self, rank: int, part: Tensor) -> None:
         copy_into_place = self._copy_into_place  # read once: another thread may forget the round meanwhile
         if copy_into_place is not None:
             copy_into_place(rank, part)
@@ -158,16 +159,16 @@ class _Sum(_Round):
     """
 
     def __init__(
-        self, question: _Question, counts: Sequence[int], own: int, pieces: Sequence[torch.Tensor], out: torch.Tensor
+        self, question: _Question, counts: Sequence[int], own: int, pieces: Sequence[Tensor], out: Tensor
     ) -> None:
         super().__init__(question, [sum(counts) - count for count in counts])
         self._add = {_ADD_ONTO: add_onto, _EXCHANGE: collect}.get(question.numbers[0], add_up)
         self._counts = counts
         self._own = own
-        self._pieces: list[torch.Tensor] = list(pieces)
-        self._out: torch.Tensor | None = out
+        self._pieces: list[Tensor] = list(pieces)
+        self._out: Tensor | None = out
 
-    def fill(self, stage: torch.Tensor) -> None:
+    def fill(self, stage: Tensor) -> None:
         start = 0
         for rank, piece in enumerate(self._pieces):
             if rank != self._own:
@@ -180,7 +181,7 @@ class _Sum(_Round):
         before = sum(self._counts[: self._own])
         return before - (self._counts[rank] if rank < self._own else 0), self._counts[self._own]
 
-    def take(self, rank: int, part: torch.Tensor) -> None:
+    def take(self, rank: int, part: Tensor) -> None:
         self._pieces[rank] = part
 
     def finish(self) -> None:
@@ -196,22 +197,22 @@ class _Sum(_Round):
 class _SumOfWholes(_Sum):
     """Every rank shows its full tensor to all, and each rank adds up all of them."""
 
-    def __init__(self, question: _Question, own: int, tensor: torch.Tensor) -> None:
+    def __init__(self, question: _Question, own: int, tensor: Tensor) -> None:
         num_ranks = len(question.sizes)
         super().__init__(question, [tensor.numel()] * num_ranks, own, [tensor] * num_ranks, tensor)
         self.show([tensor.numel()] * num_ranks)
 
-    def fill(self, stage: torch.Tensor) -> None:
+    def fill(self, stage: Tensor) -> None:
         stage.copy_(self._pieces[self._own])
 
     def meant_for_us(self, rank: int) -> tuple[int, int]:
         return 0, self.shown[rank]
 
 
-def _copier_into(parts: Sequence[torch.Tensor], cut: Sequence[slice]) -> CopyIntoPlace:
+def _copier_into(parts: Sequence[Tensor], cut: Sequence[slice]) -> CopyIntoPlace:
     """Returns the function that copies a rank's elements to its slice of `cut` in its tensor of `parts`."""
 
-    def copy_into_place(rank: int, part: torch.Tensor) -> None:
+    def copy_into_place(rank: int, part: Tensor) -> None:
         parts[rank][cut[rank]].copy_(part)
 
     return copy_into_place
@@ -314,9 +315,7 @@ class SharedMemory(Transport):
         """Returns float32 for bfloat16 and float16, else the dtype itself."""
         return sum_dtype(dtype)
 
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def all_gather(self, rows: Tensor, shard_buffer: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Copy every part from its rank's segment, and this rank's own from `shard_buffer` unless it is in place."""
         question = _Question(_ALL_GATHER, shard_buffer.dtype, tuple(sizes), async_op)
         return self._begin_all(self._gathers(question, rows.detach(), shard_buffer.detach()), async_op)
@@ -325,34 +324,30 @@ class SharedMemory(Transport):
         self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Place this rank's own part before the call returns, and the others' in the order of their arrival."""
-        given = [shard_buffer] if isinstance(shard_buffer, torch.Tensor) else shard_buffer
+        given = [shard_buffer] if isinstance(shard_buffer, Tensor) else shard_buffer
         pieces = [piece.detach() for piece in given]
         question = _Question(_ALL_GATHER_ONTO, pieces[0].dtype, tuple(sizes), async_op)
         return self._begin_all(self._gather_onto(question, copy_into_place, pieces), async_op)
 
     def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+        self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Add up this rank's part from the others' segments. `shard_buffer` may be this rank's part of `rows`."""
         question = _Question(_REDUCE_SCATTER, addable(rows.dtype), tuple(sizes), async_op)
         assert shard_buffer.dtype == sum_dtype(rows.dtype), "the caller asks sum_dtype"
         return self._begin_all(self._sums(question, shard_buffer.detach(), rows.detach()), async_op)
 
-    def add_onto(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def add_onto(self, shard_buffer: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Add this rank's part from the others' segments, and its own."""
         question = _Question(_ADD_ONTO, addable(rows.dtype), tuple(sizes), async_op)
         return self._begin_all(self._sums(question, shard_buffer.detach(), rows.detach()), async_op)
 
-    def exchange(
-        self, versions: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
+    def exchange(self, versions: Tensor, rows: Tensor, sizes: Sequence[int], async_op: bool) -> Pending | None:
         """Copy this rank's part from the others' segments, and its own."""
         question = _Question(_EXCHANGE, rows.dtype, tuple(sizes), async_op)
         return self._begin_all(self._sums(question, versions.detach(), rows.detach()), async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Pending | None:
         """Add up small tensors, and those of two ranks, on every rank. Large tensors are done when the call returns."""
         flat = tensor.detach().view(-1)
         addable(flat.dtype)
@@ -382,7 +377,7 @@ class SharedMemory(Transport):
         for start in range(0, max(longest, 1), step):
             yield [slice(min(start, size), min(start + step, size)) for size in sizes]
 
-    def _gathers(self, question: _Question, rows: torch.Tensor, shard_buffer: torch.Tensor) -> Iterator[_Round]:
+    def _gathers(self, question: _Question, rows: Tensor, shard_buffer: Tensor) -> Iterator[_Round]:
         into = parts(rows, question.sizes)
         own = into[self._rank]
         is_in_place = own.data_ptr() == shard_buffer.data_ptr()
@@ -394,7 +389,7 @@ class SharedMemory(Transport):
                 own[own_part].copy_(shard_buffer[own_part])
 
     def _gather_onto(
-        self, question: _Question, copy_into_place: CopyIntoPlace, pieces: Sequence[torch.Tensor]
+        self, question: _Question, copy_into_place: CopyIntoPlace, pieces: Sequence[Tensor]
     ) -> Iterator[_Round]:
         round_ = _Gather(question, question.sizes, pieces, copy_into_place)
         yield round_
@@ -402,7 +397,7 @@ class SharedMemory(Transport):
         staged = self._segment.view(round_.start, round_.nbytes_of(self._rank), question.dtype)
         copy_into_place(self._rank, pieces[0] if len(pieces) == 1 else staged)
 
-    def _sums(self, question: _Question, shard_buffer: torch.Tensor, rows: torch.Tensor) -> Iterator[_Round]:
+    def _sums(self, question: _Question, shard_buffer: Tensor, rows: Tensor) -> Iterator[_Round]:
         sizes = question.sizes
         of_rank = parts(rows, sizes)
         total = sum(sizes)
@@ -411,7 +406,7 @@ class SharedMemory(Transport):
             pieces = [part[piece] for part, piece in zip(of_rank, cut, strict=True)]
             yield _Sum(question, counts, self._rank, pieces, shard_buffer[..., cut[self._rank]])
 
-    def _sums_of_wholes(self, question: _Question, flat: torch.Tensor) -> Iterator[_Round]:
+    def _sums_of_wholes(self, question: _Question, flat: Tensor) -> Iterator[_Round]:
         for cut in self._cuts(question, question.sizes):
             yield _SumOfWholes(question, self._rank, flat[cut[0]])
 
