@@ -62,30 +62,15 @@ os.register_at_fork(before=lambda: wait(list(_futures)), after_in_child=_thread.
 
 
 class _Step:
-    """The step of one unit, from when it is ready until it is made."""
+    """The step of one unit, on the thread."""
 
     def __init__(self, unit: Unit, stepper: Stepper, optimizer: Optimizer, is_late: bool) -> None:
         self._name, self._is_told = unit.name, False
         groups = [weights.group for weights in unit.weights]
         before = [*unit.arriving, *(unit.renew_copies() if is_late else ())]
-        self._make: Callable[[], None] | None = partial(_make, before, stepper, optimizer, groups)
-        self._future: Future[None] = Future()
+        self._future = _thread().submit(_make, before, stepper, optimizer, groups)
         _futures.add(self._future)
         unit.update_by(self, is_late)
-
-    def begin(self) -> None:
-        """Let the thread make the step."""
-        if self._make is not None:
-            make, self._make = self._make, None  # which holds the gradients
-            _thread().submit(self._carry_out, make)
-
-    def _carry_out(self, make: Callable[[], None]) -> None:
-        try:
-            make()
-        except BaseException as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
 
     def wait(self) -> None:
         self.wait_on_host()
@@ -94,7 +79,6 @@ class _Step:
         """Block the caller until the step is made. Raises OptimizerError, once, if it has failed."""
         if threading.current_thread().name.startswith(_NAME):
             return  # a step waits for none after it
-        self.begin()
         error = self._future.exception()
         if error is not None and not self._is_told:
             self._is_told = True
@@ -207,7 +191,7 @@ class StepsOnThread:
         if optimizer is self._optimizer():
             ready, self._ready = self._ready, []
             for each in ready:
-                _Step(*each, self.delay > 0).begin()
+                _Step(*each, self.delay > 0)
 
     def gave_up(self, optimizer: Optimizer) -> None:
         """Forget what was ready."""
