@@ -81,58 +81,59 @@ class PassingPart:
         if self._own.data_ptr() != value.data_ptr():
             self._own.copy_(value, non_blocking=True)
 
-    def write(self) -> None:
-        """Begin to write to the disk what was taken back, and has come to host memory."""
-        assert self.disk is not None, "it rests on a disk"
-        self.disk.write(self._vector, self._start, self._own)
+    def write(self, gone: Handoff) -> None:
+        """Begin to write what rests on a disk, once `gone` says that it is in host memory."""
+        if self.disk is not None:
+            gone.wait_on_host()
+            self.disk.write(self._vector, self._start, self._own)
 
 
-def _weights_part(group: Group, extent: Extent) -> PassingPart:
-    return PassingPart(_rest_of(group, group.place.disk, "parameters"), group.shard_buffer, extent.start, extent.stop)
+class SteppedValues:
+    """The values of a range of one group's shards that an optimizer steps: the weights, or their float32 masters.
 
-
-class MastersPart:
-    """The masters of a range of one group's shards: weights, low bits and carries come and go as three `parts`.
-
-    Masters go to a disk before their first step. Raises ScratchError.
+    Weights, and low bits and carries of masters, come and go as `parts`. Masters go to a disk before their first step.
+    Raises ScratchError.
     """
 
     def __init__(self, group: Group, extent: Extent) -> None:
-        assert group.masters is not None, "a group with masters"
-        self.group, self.masters = group, group.masters
+        self.group, self.masters, ends = group, group.masters, (extent.start, extent.stop)
+        rest = _rest_of(group, group.place.disk, "parameters")
+        self.parts = [PassingPart(rest, group.shard_buffer, *ends)]
+        if group.masters is None:
+            return
         rest, own = _rest_of(group, group.place.masters, "masters"), (group.masters.low, group.masters.carries)
         if rest.disk is not None and not rest.has(own[0]):
             own = group.masters.rest_in(*(rest.empty(each.shape, each.dtype) for each in own))
-        ends = (extent.start, extent.stop), (extent.start // 8, -(-extent.stop // 8))
-        bits = [PassingPart(rest, each, *of_it) for each, of_it in zip(own, ends, strict=True)]
-        self.parts = [_weights_part(group, extent), *bits]
+        self.parts += PassingPart(rest, own[0], *ends), PassingPart(rest, own[1], ends[0] // 8, -(-ends[1] // 8))
 
     def joined(self) -> torch.Tensor:
-        """Returns the masters, float32, where the weights are."""
-        return self.masters.joined(*(each.near for each in self.parts))
+        """Returns the values where the weights are, masters as float32."""
+        weights, *bits = (each.near for each in self.parts)
+        return weights if self.masters is None else self.masters.joined(weights, *bits)
 
     def split(self, values: torch.Tensor) -> None:
         """Split stepped masters into weights, low bits and carries."""
-        self.masters.split_into(values, *(each.near for each in self.parts))
+        if self.masters is not None:
+            self.masters.split_into(values, *(each.near for each in self.parts))
 
 
 class Chunk(ABC):
-    """The tensors that are stepped together, and the masters of some of them.
+    """The tensors that are stepped together. Of the ranges `of_groups` the values come and go, with their masters.
 
     A step calls `begin`, `read`, `fetch`, `step`, `store`, `write` and `drop`, in this order.
     """
 
-    def __init__(self, mastered: Sequence[tuple[Group, Extent]]) -> None:
-        self._mastered = [(group, extent) for group, extent in mastered if group.masters is not None]
-        self._masters: list[MastersPart] = []
+    def __init__(self, of_groups: Sequence[tuple[Group, Extent]]) -> None:
+        self._of_groups = of_groups
+        self._values: list[SteppedValues] = []
         self._passing: list[PassingPart] = []
         self._states: list[State] = []
         self._brought: set[int] = set()
 
     def begin(self) -> None:
         """Note what is to come. Raises ScratchError."""
-        self._masters = [MastersPart(*each) for each in self._mastered]
-        self._passing = [part for each in self._masters for part in each.parts]
+        self._values = [SteppedValues(*each) for each in self._of_groups]
+        self._passing = [part for each in self._values for part in each.parts]
 
     def read(self) -> None:
         """Begin to read what rests on a disk."""
@@ -156,22 +157,19 @@ class Chunk(ABC):
 
     def store(self, async_op: bool) -> None:
         """Take back to where it rests what the step has left, on the current stream."""
-        for part in (part for each in self._masters for part in each.parts):
+        for part in (part for each in self._values for part in each.parts):
             part.store(part.near)
 
     def write(self, gone: Handoff) -> None:
         """Begin to write what rests on a disk, once `gone` says that it is in host memory."""
-        going = [each for each in self._passing if each.disk is not None]
-        if going:
-            gone.wait_on_host()
-        for each in going:
-            each.write()
+        for each in self._passing:
+            each.write(gone)
 
     def drop(self, gone: Handoff) -> None:
         """Free what was brought. `gone`: it is back."""
         if not self._brought.issuperset(map(id, self._vectors())):
             gone.wait()  # the step has made it, so it is compute's memory
-        self._passing, self._states, self._masters = [], [], []
+        self._passing, self._states, self._values = [], [], []
 
     def _vectors(self) -> list[torch.Tensor]:
         return [value for state in self._states for value in state.values() if _is_vector(value)]
@@ -215,7 +213,8 @@ def step_chunks(
                 optimizer.register_state_dict_pre_hook(_wait_for_copies)
             _copies[optimizer] = last
             for group in groups:
-                group.arrive_by(last)
+                if group.masters is not None:
+                    group.masters.arrive_by(last)
         for each in disks.values():
             vectors_on(each).settle()
 
@@ -281,10 +280,11 @@ def _rest_of(group: Group, place: Place | None, what: str) -> Rest:
 
 
 class SpanState:
-    """The state of one span, where it rests."""
+    """The state of one span, which begins at `offset` in the shard buffer, where it rests."""
 
     def __init__(self, span: SteppedSpan, group: Group, states: States) -> None:
         self.span, self._group, self._states = span, group, states
+        self.offset = int(span.flat.storage_offset() - span.buffer.storage_offset())
         self._rest = _rest_of(group, group.place.state, "state")
         self.before: State = {}
 
@@ -327,17 +327,14 @@ class RangeChunk(Chunk):
 
     def __init__(self, group: Group, extent: Extent, spans: Sequence[SpanState], num_lists: int) -> None:
         super().__init__([(group, extent)])
-        self._group, self._extent, self._num_lists = group, extent, num_lists
+        self._start, self._num_lists = extent.start, num_lists
         self._ranges: list[tuple[SpanState, int, int]] = []  # the range in the span, of each span
-        self._shift: list[int] = []  # where it begins in the range
         self._parts: list[dict[str, PassingPart]] = []
-        self._weights: PassingPart | None = None
         for each in spans:
-            begin = int(each.span.flat.storage_offset() - each.span.buffer.storage_offset())
-            start, stop = max(begin, extent.start), min(begin + each.span.flat.numel(), extent.stop)
+            start = max(0, extent.start - each.offset)
+            stop = min(each.span.flat.numel(), extent.stop - each.offset)
             if start < stop:
-                self._ranges.append((each, start - begin, stop - begin))
-                self._shift.append(start - extent.start)
+                self._ranges.append((each, start, stop))
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
@@ -352,8 +349,6 @@ class RangeChunk(Chunk):
             for each, *ends in self._ranges
         ]
         self._passing += [part for of_span in self._parts for part in of_span.values()]
-        self._weights = self._masters[0].parts[0] if self._masters else _weights_part(self._group, self._extent)
-        self._passing += [] if self._masters else [self._weights]
 
     def _fetched(self) -> list[State]:
         return [
@@ -363,23 +358,22 @@ class RangeChunk(Chunk):
 
     def drop(self, gone: Handoff) -> None:
         super().drop(gone)
-        self._parts, self._weights = [], None
+        self._parts = []
 
     def step(self, run: Run) -> None:
-        assert self._weights is not None, "begun"
-        masters = self._masters[0] if self._masters else None
-        values = self._weights.near if masters is None else masters.joined()
+        (of_range,) = self._values
+        values = of_range.joined()
         lists: list[list[torch.Tensor]] = [[] for _ in range(self._num_lists)]
         lent: States = defaultdict(dict)
-        for (each, start, stop), shift, state in zip(self._ranges, self._shift, self._states, strict=True):
-            part = nn.Parameter(values[shift : shift + stop - start].detach())
+        for (each, start, stop), state in zip(self._ranges, self._states, strict=True):
+            begin = each.offset - self._start
+            part = nn.Parameter(values[begin + start : begin + stop].detach())
             assert each.span.flat.grad is not None, "only shards with a gradient are in a span"
             part.grad = each.span.flat.grad[start:stop]
             lists[each.span.group_index].append(part)
             lent[part] = state
         run(lists, lent)
-        if masters is not None:
-            masters.split(values)
+        of_range.split(values)
 
     def store(self, async_op: bool) -> None:
         super().store(async_op)
@@ -425,7 +419,7 @@ class Shards(Chunk):
     """
 
     def __init__(self, lists: Lists, resting: States, groups: Sequence[Group] = ()) -> None:
-        super().__init__([(group, Extent(0, group.shard_numel)) for group in groups])
+        super().__init__([(group, Extent(0, group.shard_numel)) for group in groups if group.masters is not None])
         self._lists, self._resting = lists, resting
         self._stepped = [each for own in lists for each in own]
         self._state: dict[Any, State] = defaultdict(dict)
@@ -453,7 +447,7 @@ class Shards(Chunk):
         self._states = self._of_stepped()
 
     def _swap(self) -> None:
-        for each in self._masters:
+        for each in self._values:
             self._swapped.enter_context(_stepped_as_masters(each))
 
     def around_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
@@ -461,8 +455,8 @@ class Shards(Chunk):
 
         def with_shards() -> object:
             self._swapped.close()
-            for each in self._masters:
-                each.masters.note_step()
+            for masters in (each.masters for each in self._values if each.masters is not None):
+                masters.note_step()
             loss = closure()
             self._swap()
             return loss
@@ -488,7 +482,7 @@ class Shards(Chunk):
 
 
 @contextmanager
-def _stepped_as_masters(masters: MastersPart) -> Iterator[None]:
+def _stepped_as_masters(masters: SteppedValues) -> Iterator[None]:
     """Within this context the shards of a group, the same objects, are its masters in float32."""
     values = masters.joined()
     swapped: list[tuple[DTensor, DTensor, torch.Tensor]] = []

@@ -36,14 +36,9 @@ def masters_of(model):
     """The masters of each parameter on this rank, by name; the shards where there are none."""
     found = {}
     for unit in Unit.below(model):
-        for group in (weights.group for weights in unit.weights):
-            full = None if group.masters is None else group.masters.full()
-            for record in group.parameters:
-                if full is None:
-                    found[record.name] = record.local.reshape(-1).clone()
-                else:
-                    extent = record.masters[1]
-                    found[record.name] = full[extent.start : extent.stop]
+        for record in unit.parameters:
+            masters, extent = record.masters or (None, None)
+            found[record.name] = record.local.reshape(-1).clone() if masters is None else masters.part(extent)
     return found
 
 

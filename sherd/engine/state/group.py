@@ -36,7 +36,7 @@ from sherd._torch import (
 )
 from sherd.comm.agreement import groups_of
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Handoff, Streams, wait_for_steps
+from sherd.comm.streams import Streams, wait_for_steps
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
@@ -506,11 +506,6 @@ class Group:
     def is_brought(self) -> bool:
         """True if something of the group comes from elsewhere for its optimizer step."""
         return self.place.brings_state or self.masters is not None or self.place.disk is not None
-
-    def arrive_by(self, copies: Handoff | None) -> None:
-        """Note the copies, if any, by which low bits of a step come to where they rest."""
-        if self.masters is not None:
-            self.masters.arrive_by(copies)
 
     @property
     def is_flat(self) -> bool:

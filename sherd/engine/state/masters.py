@@ -147,10 +147,6 @@ class Masters:
         around, values = self._around(extent)
         return values[extent.start - around.start : extent.stop - around.start]
 
-    def full(self) -> torch.Tensor:
-        """Returns all masters, float32 `[numel]`, where the weights are."""
-        return self.part(Extent(0, len(self.low)))
-
     @torch.no_grad()
     def put(self, extent: Extent, values: torch.Tensor) -> None:
         """Make `values`, float32, the masters of `extent`, and the weights these rounded."""
