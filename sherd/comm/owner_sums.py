@@ -127,12 +127,7 @@ class OwnerSums(Transport):
 
 
 def add_decoded(
-    transport: Transport,
-    codec: Codec,
-    total: Tensor,
-    sent: Tensor,
-    lengths: Sequence[int],
-    async_op: bool,
+    transport: Transport, codec: Codec, total: Tensor, sent: Tensor, lengths: Sequence[int], async_op: bool
 ) -> Pending | None:
     """Add this rank's part in what all ranks have `sent`, encoded, to `total`, rank by rank."""
     versions = sent.new_empty(len(lengths), codec.num_bytes(total.numel()))
