@@ -199,7 +199,10 @@ class SelfGatheredWeights(Weights):
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
         """Ask the subclass what to send, and start to send it. The subclass chooses the dtype."""
         group = self.group
-        tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
+        local = self._record.local
+        tensors, metadata = self._ask(
+            local if local.device == group.device else local.to(group.device, non_blocking=True)
+        )
         sources = tuple(tensor.contiguous().view(-1) for tensor in tensors)
         if self.made is None:
             self.made = _Unsharded(group.parameters)

@@ -14,7 +14,7 @@ If the copy of the shard has the dtype and the device of the parts, the rank's o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -89,14 +89,9 @@ class RestingPlace:
             from sherd.on_disk import vectors_on  # seldom needed, so loaded late: tests/test_storeys.py
 
             return vectors_on(self.disk).empty(name, numel, dtype)
-        return self._zeros(numel, dtype, now_on if now_on.type == "meta" else self.device)
+        return self.zeros(numel, dtype, now_on if now_on.type == "meta" else self.device)
 
-    def belonging(self, place: Place | None, like: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a zeroed vector at `place`, for what belongs to the shards `like`, which are where the step is."""
-        is_near = place == "device" or like.is_meta
-        return self._zeros(numel, dtype, like.device if is_near else torch.device("cpu"))
-
-    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.pinned and device.type == "cpu")
 
     def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
@@ -110,10 +105,6 @@ class RestingPlace:
         if shard.is_meta or shard.device == self.device:
             return shard.clone(memory_format=torch.contiguous_format)
         return shard.to(self.device, memory_format=torch.contiguous_format)
-
-    def fetch(self, shard_buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns `shard_buffer` on the compute device. A copy is ordered on the current stream."""
-        return shard_buffer if shard_buffer.device == device else shard_buffer.to(device, non_blocking=True)
 
     def store(self, reduced: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a reduced gradient in it, ordered on the current stream. Pinned: the host does not wait."""
@@ -180,5 +171,5 @@ class FetchedShard:
         shard = self._copies.get(piece.dtype)
         return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
 
-    def held(self) -> Iterator[torch.Tensor]:
-        yield from self._copies.values()
+    def held(self) -> Iterable[torch.Tensor]:
+        return self._copies.values()

@@ -461,7 +461,9 @@ class Group:
         from sherd.engine.state.masters import Masters  # seldom needed, so loaded late: tests/test_storeys.py
 
         held = list(zip(self.parameters, (slot.held(self.mesh.piece) for slot in self.packing.slots), strict=True))
-        low = self.place.belonging(self.place.masters, self.shard_buffer, self.shard_numel, torch.int16)
+        is_near = self.place.masters == "device" or self.shard_buffer.is_meta
+        rests_on = self.shard_buffer.device if is_near else torch.device("cpu")
+        low = self.place.zeros(self.shard_numel, torch.int16, rests_on)
         masters = Masters(self.shard_buffer, held, low)
         for record, own in held:
             if record.masters is not None and not self.shard_buffer.is_meta:
@@ -530,7 +532,7 @@ class Group:
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
         piece = self.shard_buffer if self.place.disk is None else self.at_hand()
-        piece = self.place.fetch(piece, self.device) if self.is_offloaded else piece
+        piece = piece.to(self.device, non_blocking=True) if self.is_offloaded else piece
         return piece if dtype == self.dtype else piece.to(dtype)
 
     def write_source(self, rows: torch.Tensor) -> torch.Tensor:
