@@ -215,8 +215,8 @@ class SelfGatheredWeights(Weights):
         self.made.turn_to(self.brought, planes)
         self.has_phases = self.has_phases or self.brought != "both"
         self._terms = _Terms(tuple(tensor.shape for tensor in tensors), metadata)
-        # No sources here, because the handoff holds them until compute has waited.
-        self._flight = Flight(self._gather_into_buffers(transport, sources, planes.sizes), (), group.version)
+        handoff = self._gather_into_buffers(transport, sources, planes.sizes)
+        self._flight = Flight(handoff, (), group.version, uncounted=sources)
 
     def _agreed(self, own: list[int]) -> tuple[Sizes, ...]:
         """Returns how many elements of each tensor the ranks send, of which this rank sends `own`.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 from operator import attrgetter, methodcaller
 
@@ -239,24 +238,7 @@ class Flight:
     version: int
     rows: torch.Tensor | None = None  # the tensor that it fills, unless that is the unsharded buffer itself
     copy_into_place: CopyIntoPlace | None = None  # copies this rank's own part, where the all-gather does not
-
-
-@dataclass(frozen=True, slots=True)
-class _Handoffs:
-    """Several all-gathers under way. The tensors that they read are held until compute has waited for all."""
-
-    handoffs: tuple[Handoff, ...]
-    sources: tuple[torch.Tensor, ...]
-
-    def wait(self) -> None:
-        """Order compute after all of them."""
-        for handoff in self.handoffs:
-            handoff.wait()
-
-    def wait_on_host(self) -> None:
-        """Block the caller until all of them are done."""
-        for handoff in self.handoffs:
-            handoff.wait_on_host()
+    uncounted: tuple[torch.Tensor, ...] = ()  # tensors that it reads, and of which a memory report does not know
 
 
 class Weights(Position, saved.StorageOwner):
@@ -491,8 +473,7 @@ class Weights(Position, saved.StorageOwner):
 
     def _decode(self, encoded: torch.Tensor, unsharded: UnshardedBuffer) -> None:
         """Fill the unsharded buffer with what `encoded` holds, one rank's part after the other."""
-        group, codec = self.group, self.group.mesh.gather_codec
-        assert codec is not None, "it was encoded"
+        group = self.group
         if self.plan.may_be_rows:
             from sherd.codecs import decode_parts  # of few policies, so loaded late
 
@@ -549,11 +530,14 @@ class Weights(Position, saved.StorageOwner):
         unsharded, lane = self.made, self._streams.gather
         assert unsharded is not None, "it is made when the first gather is started"
 
-        def fill(buffer: Buffer, source: torch.Tensor, of_ranks: Sizes, async_op: bool) -> Pending | None:
-            buffer.allocate()
-            return transport.all_gather(buffer.tensor, source, of_ranks, async_op)
+        buffers = unsharded.gathered
 
-        for buffer in unsharded.gathered if not self._lane_owns_buffer else ():
+        def start(async_op: bool) -> Pending | None:
+            for buffer in buffers:
+                buffer.allocate()
+            return transport.all_gather_several([each.tensor for each in buffers], sources, sizes, async_op)
+
+        for buffer in buffers if not self._lane_owns_buffer else ():
             buffer.allocate()
         # The sources are compute's memory, and so may be the buffers:
         # test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute.
