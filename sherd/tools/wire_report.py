@@ -276,7 +276,7 @@ def _gathers(name: str, unit: Unit, at: int, times: int) -> Iterator[_Way]:
     measure: Callable[[], torch.Tensor | None] | None = partial(_rounded, group)
     if mesh.shards_replicas:
         nbytes = group.sizes[mesh.piece] * dtype.itemsize * (mesh.num_replicas - 1)
-        yield _Way(CommRow(name, "replicate", "gather", _name(dtype), _name(dtype), None, nbytes, 0), group, measure)
+        yield _Way(CommRow(name, "replicate", "gather", _name(dtype), _name(dtype), None, nbytes, 0), measure)
     if mesh.num_shards == 1 or weights.plan.is_never_gathered:
         return
     own, others = group.shard_sizes[mesh.shard_rank], mesh.num_shards - 1

@@ -24,7 +24,7 @@ PLAN = BufferPlan(
     reduce_dtype=torch.float32,
     reduced_by_piece=Sizes((4, 4)),
     reduced_by_rank=Sizes((4, 4)),
-    is_encoded=False,
+    codec=None,
     padding=(),
     owned=None,
 )

@@ -18,6 +18,7 @@ from sherd.comm.transport import Sizes, Transport
 from sherd.engine.state.group import Group, is_large
 from sherd.errors import PolicyError
 from sherd.layout.extent import Extent
+from sherd.policy import Codec
 
 BATCH_BYTES = 1 << 20
 """Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
@@ -68,7 +69,7 @@ class BufferPlan:
         may_be_rows: rows may be gathered into the unsharded buffer.
         may_gather_each: each tensor may be gathered by itself, straight to its place in the unsharded buffer.
         row_bytes: bytes of the rows, in compute's dtype.
-        is_encoded: a codec encodes what is gathered.
+        codec: encodes what is gathered; None: nothing does.
         is_never_gathered: the shards are the unsharded parameters.
         frees_unsharded: the memory of the unsharded parameters is freed between uses.
         sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy. Assumed of
@@ -92,7 +93,7 @@ class BufferPlan:
     may_be_rows: bool
     may_gather_each: bool
     row_bytes: int
-    is_encoded: bool
+    codec: Codec | None
     is_never_gathered: bool
     frees_unsharded: bool
     sends_shards_as_they_are: bool
@@ -131,7 +132,7 @@ class BufferPlan:
             may_be_rows=may_be_rows,
             may_gather_each=packing.is_in_order and not mesh.shards_replicas and not may_be_rows,
             row_bytes=packing.gathered_numel * group.compute_dtype.itemsize,
-            is_encoded=mesh.gather_codec is not None and group.compute_dtype.is_floating_point,
+            codec=mesh.gather_codec if group.compute_dtype.is_floating_point else None,
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
             sends_shards_as_they_are=group.gathers_itself or group.is_as_computed,
@@ -157,7 +158,7 @@ class BufferPlan:
     def fill_by(self, transport: Transport) -> Fill:
         if self.gathers_itself:
             return Fill.BY_SUBCLASS
-        if self.is_encoded:
+        if self.codec is not None:
             return Fill.ENCODED
         if transport.shares_memory:
             return Fill.FROM_RANKS

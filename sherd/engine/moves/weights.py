@@ -34,6 +34,7 @@ from sherd.engine.state.fetching import fetch_into
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError, in_short
+from sherd.policy import Codec
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 from sherd.tensor.ragged import local_part
@@ -405,60 +406,56 @@ class Weights(Position, saved.StorageOwner):
             self._flight = Flight(handoff, (group.shard_buffer,), group.version)
         elif self._fill is Fill.FROM_RANKS:
             self._flight = self._gather_from_ranks(transport, unsharded)
-        elif self._fill is Fill.ENCODED and not (full_precision or self.is_unencoded):
-            self._flight = self._gather_encoded(transport)
         else:
-            self._flight = self._gather_rows(transport, unsharded)
+            is_encoded = self._fill is Fill.ENCODED and not (full_precision or self.is_unencoded)
+            self._flight = self._gather_rows(transport, unsharded, plan.codec if is_encoded else None)
 
-    def _gather_rows(self, transport: Transport, unsharded: UnshardedBuffer) -> Flight:
-        """Start to gather the rows, which are copied out later, or the unsharded buffer itself."""
+    def _gather_rows(self, transport: Transport, unsharded: UnshardedBuffer, codec: Codec | None) -> Flight:
+        """Start to gather the rows, which are copied out or decoded later, or the unsharded buffer itself."""
         group = self.group
+        sizes, numel, dtype = group.shard_sizes, group.packing.gathered_numel, self._dtype
+        if codec is not None:
+            sizes, dtype = Sizes(map(codec.num_bytes, sizes)), torch.uint8
+            numel = sum(sizes)
         in_place = self._fill not in (Fill.FROM_ROWS, Fill.ENCODED)
         is_copied = group.fetched is None and (group.is_offloaded or group.dtype != self._dtype)
         self._lane_owns_buffer = in_place
         flight: list[torch.Tensor] = []
 
         def start(async_op: bool) -> Pending | None:
-            source = None if is_copied else group.source(self._dtype)
+            if codec is not None:
+                source: torch.Tensor | None = self._encoded_by(codec)
+            else:
+                source = None if is_copied else group.source(self._dtype)
             # `start` runs on the gather lane, so the memory is the lane's: a gather that runs ahead of compute may
             # write it.
             if in_place:
                 unsharded.buffer.allocate()
                 rows = unsharded.rows
             else:
-                rows = transport.empty(group.packing.gathered_numel, self._dtype, group.device)
+                rows = transport.empty(numel, dtype, group.device)
             flight.append(rows)
             if self._fill is Fill.TENSOR_BY_TENSOR:
                 return transport.all_gather_each(*self._strips(unsharded, source), async_op)
             if source is None:
                 source = group.write_source(rows)
             flight.append(source)
-            return transport.all_gather(rows, source, group.shard_sizes, async_op)
+            return transport.all_gather(rows, source, sizes, async_op)
 
         handoff = self._streams.gather.run(start)
         return Flight(handoff, tuple(flight[1:]), group.version, None if in_place else flight[0])
 
-    def _gather_encoded(self, transport: Transport) -> Flight:
-        """Start to gather the encoded shards. This rank's is encoded once for all gathers until shards are written."""
-        group, flight, self._lane_owns_buffer = self.group, list[torch.Tensor](), False
-        codec = group.mesh.gather_codec
-        assert codec is not None, "the plan says that it is encoded"
-        from sherd.codecs import encode_parts  # of few policies, so loaded late
+    def _encoded_by(self, codec: Codec) -> torch.Tensor:
+        """Returns this rank's shard, encoded once for all gathers until shards are written."""
+        version, errors = self.group.version, self.group.mesh.wire_errors["gather", "shard"]
+        if self._encoded is None or self._encoded[0] != version:
+            from sherd.codecs import encode_parts  # of few policies, so loaded late
 
-        lengths, errors = Sizes(map(codec.num_bytes, group.shard_sizes)), group.mesh.wire_errors["gather", "shard"]
-
-        def start(async_op: bool) -> Pending | None:
-            if self._encoded is None or self._encoded[0] != group.version:
-                own = self.shard_to_encode()
-                self._encoded = group.version, encode_parts(codec, own, [own.numel()])[0]
-                if errors.listeners:
-                    errors.note(codec, own, self._encoded[1], [own.numel()])
-            flight.append(transport.empty(sum(lengths), torch.uint8, group.device))
-            return transport.all_gather(flight[0], self._encoded[1], lengths, async_op)
-
-        handoff = self._streams.gather.run(start)
-        assert self._encoded is not None, "`start` was called"
-        return Flight(handoff, (self._encoded[1],), group.version, flight[0])
+            own = self.shard_to_encode()
+            self._encoded = version, encode_parts(codec, own, [own.numel()])[0]
+            if errors.listeners:
+                errors.note(codec, own, self._encoded[1], [own.numel()])
+        return self._encoded[1]
 
     @property
     def is_unencoded(self) -> bool:
@@ -471,7 +468,7 @@ class Weights(Position, saved.StorageOwner):
         own = group.source(group.dtype if group.fetched is None else group.compute_dtype)
         return _without_padding(group, own)
 
-    def _decode(self, encoded: torch.Tensor, unsharded: UnshardedBuffer) -> None:
+    def _decode(self, codec: Codec, encoded: torch.Tensor, unsharded: UnshardedBuffer) -> None:
         """Fill the unsharded buffer with what `encoded` holds, one rank's part after the other."""
         group = self.group
         if self.plan.may_be_rows:
@@ -542,8 +539,7 @@ class Weights(Position, saved.StorageOwner):
         # The sources are compute's memory, and so may be the buffers:
         # test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute.
         lane.follow_compute()
-        each = zip(unsharded.gathered, sources, sizes, strict=True)
-        return _Handoffs(tuple(lane.run(partial(fill, *those)) for those in each), sources)
+        return lane.run(start)
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
@@ -565,8 +561,8 @@ class Weights(Position, saved.StorageOwner):
         if flight.rows is not None:
             # Only now, on compute's stream: while the gather ran ahead there were the rows alone.
             unsharded.buffer.allocate()
-            if flight.rows.dtype is torch.uint8 and self._dtype is not torch.uint8:
-                self._decode(flight.rows, unsharded)
+            if self.plan.codec is not None and flight.rows.dtype is torch.uint8:
+                self._decode(self.plan.codec, flight.rows, unsharded)
             else:
                 unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has
@@ -583,7 +579,7 @@ class Weights(Position, saved.StorageOwner):
         """Log, once in a process, that ranks have cut different weights into one model."""
         mesh = self.group.mesh
         brings_values = self._transport is mesh.shard_transport and mesh.shard_group is not None
-        brings_values = brings_values and not self.plan.is_encoded
+        brings_values = brings_values and self.plan.codec is None
         if not brings_values or dist.get_backend(mesh.shard_group) == "fake":
             return  # nothing is sent, or a user's collective, which may round
         pairs = zip(self.group.parameters, unsharded.parameters, strict=True)

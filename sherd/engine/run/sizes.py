@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import mul
 
 import torch
@@ -48,12 +47,14 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         reduced = sums[mesh.shard_rank] * itemsize if mesh.holds_copies else own
         scratch = mesh.in_order.scratch_bytes(plan.owned, reduce.itemsize) + own * mesh.holds_copies
         scratch += mesh.remembers * sum(plan.owned) * torch.bfloat16.itemsize  # rows that are rounded
+    lengths = list(map(plan.codec.num_bytes, group.shard_sizes)) if plan.codec and fill is Fill.ENCODED else []
+    encoded, own_encoded = sum(lengths), sum(lengths[mesh.shard_rank : mesh.shard_rank + 1])
     return GroupSizes(
-        shards=_shard_bytes(group, plan) + _encoded_bytes(group, fill, [group.shard_sizes[mesh.shard_rank]]),
+        shards=_shard_bytes(group, plan) + own_encoded,
         unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
         kept=kept,
         is_renewed=plan.frees_unsharded,
-        rows=_row_bytes(weights, fill),
+        rows=weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else encoded,
         decoding=_decoding_bytes(group, plan, fill),
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
         part=0 if reshard is None or isinstance(reshard, bool) or mesh.only_sums else weights.part_bytes(reshard),
@@ -88,26 +89,15 @@ def _lost_bytes(group: Group, plan: BufferPlan) -> int:
     return 0 if mesh.comm.fake_reduce or group.reduce_dtype.is_complex else sum(map(mul, numels, wide))
 
 
-def _row_bytes(weights: Weights, fill: Fill) -> int:
-    if fill is Fill.ENCODED:
-        return _encoded_bytes(weights.group, fill, weights.group.shard_sizes)
-    return weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0
-
-
 def _decoding_bytes(group: Group, plan: BufferPlan, fill: Fill) -> int:
-    codec, sizes = group.mesh.gather_codec, group.shard_sizes
-    if codec is None or fill is not Fill.ENCODED:
+    if plan.codec is None or fill is not Fill.ENCODED:
         return 0
     from sherd.codecs import decoding_bytes  # of few policies, so loaded late
 
     if plan.may_be_rows:
-        return decoding_bytes(codec, sizes, 0)
-    return decoding_bytes(codec, [max(sizes)], group.compute_dtype.itemsize)  # one rank's part after the other
-
-
-def _encoded_bytes(group: Group, fill: Fill, sizes: Sequence[int]) -> int:
-    codec = group.mesh.gather_codec
-    return sum(map(codec.num_bytes, sizes)) if codec is not None and fill is Fill.ENCODED else 0
+        return decoding_bytes(plan.codec, group.shard_sizes, 0)
+    largest = [max(group.shard_sizes)]  # one rank's part after the other
+    return decoding_bytes(plan.codec, largest, group.compute_dtype.itemsize)
 
 
 def _shard_bytes(group: Group, plan: BufferPlan) -> int:

@@ -144,15 +144,17 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         mesh, dtype = group.mesh, group.reduce_dtype
         sent = plan.reduced_by_piece if group.trained else ()
         of_shards, of_replicas = mesh.comm.reductions
-        codec = mesh.gather_codec if plan.is_encoded and not plan.is_never_gathered else None
+        codec = None if plan.is_never_gathered else plan.codec
         encoding, _ = _coding(codec, group.compute_dtype, 1, group.shard_numel)
         _, decoding = _coding(codec, group.compute_dtype, mesh.num_shards, sum(group.shard_sizes))
         if codec is not None and not plan.may_be_rows:  # each rank's part is copied into place
             copied = 2 * group.compute_dtype.itemsize * sum(group.shard_sizes)
             decoding = Touched.together(decoding, Touched(copied, mesh.num_shards * len(group.parameters)))
+        gathered = group.packing.gathered_numel * group.compute_dtype.itemsize
+        gathered = gathered if codec is None else sum(map(codec.num_bytes, group.shard_sizes))
         by_replica = sum(sent) // mesh.num_shards
         yield Traffic(
-            gathered=0 if plan.is_never_gathered or mesh.only_sums else _gathered(group),
+            gathered=0 if plan.is_never_gathered or mesh.only_sums else gathered,
             reduced=_reduced(of_shards, sent, dtype) if mesh.num_shards > 1 else 0,
             all_reduced=_reduced(of_replicas, sent, dtype) // mesh.num_shards * (mesh.num_replicas > 1),
             owned=group.shard_buffer.nbytes,
@@ -164,14 +166,6 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
             reducing=_summing(of_shards, mesh, mesh.shard_group, dtype, sum(sent)),
             all_reducing=_summing(of_replicas, mesh, mesh.replicate_group, dtype, by_replica, goes_back=True),
         )
-
-
-def _gathered(group: Group) -> int:
-    """Returns the bytes of a gather of all ranks' shards."""
-    codec = group.mesh.gather_codec
-    if codec is not None and group.compute_dtype.is_floating_point:
-        return sum(map(codec.num_bytes, group.shard_sizes))
-    return group.packing.gathered_numel * group.compute_dtype.itemsize
 
 
 def _reduced(reduction: Reduction | None, sizes: Sequence[int], dtype: torch.dtype) -> int:
