@@ -70,32 +70,29 @@ class _Way:
     """The `row` of one group. `measure` returns the sums of squares of gathers, the others have those of reductions."""
 
     row: CommRow
-    group: Group
     measure: Callable[[], torch.Tensor | None] | None = None
-    errors: WireErrors | None = None
+    sent: WireErrors | None = None
     rounding: _Rounding | None = None
 
-    def taken(self, listener: object) -> list[torch.Tensor]:
-        """Returns the sums of squares of what `listener` has heard, and of the rounding of gradients."""
-        heard = [] if self.errors is None else [self.errors.take(listener)]
-        heard += [] if self.rounding is None else [self.rounding.sums]
-        return [each for each in heard if each is not None]
+    @property
+    def errors(self) -> list[WireErrors]:
+        """The errors of what is sent, and of how gradients are rounded before."""
+        of_rounding = None if self.rounding is None else self.rounding.errors
+        return [each for each in (self.sent, of_rounding) if each is not None]
 
 
 class _Rounding:
     """Sees the gradients of a group as autograd leaves them, and how the dtype rounds them that is to be sent."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
-        self.sums: torch.Tensor | None = None
+        self.group, self.errors = group, WireErrors()
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
         if unsharded.grad is None or unsharded.grad.layout is not torch.strided:
             return
-        gradient, to = local_part(unsharded.grad), self._group.reduce_dtype
-        to = torch.promote_types(to, gradient.dtype) if self._group.takes_any_gradient else to
-        found = squares(gradient.to(to), gradient)
-        self.sums = found if self.sums is None else self.sums + found
+        gradient, to = local_part(unsharded.grad), self.group.reduce_dtype
+        to = torch.promote_types(to, gradient.dtype) if self.group.takes_any_gradient else to
+        self.errors.add(squares(gradient.to(to), gradient))
 
     def borrowed(self) -> None: ...
 
@@ -137,8 +134,7 @@ class CommReport:
             same = rows.get(row._key, replace(row, nbytes=0, saved=0))
             rows[row._key] = replace(same, nbytes=same.nbytes + row.nbytes, saved=same.saved + row.saved)
         self.rows = tuple(rows.values())
-        own = [None if way.measure is None else way.measure() for way in ways]
-        self._compare(ways, [[] if sums is None else [sums] for sums in own])
+        self._compare(ways, [[] if way.measure is None else [way.measure()] for way in ways])
 
     @property
     def nbytes(self) -> int:
@@ -153,8 +149,7 @@ class CommReport:
     @property
     def held(self) -> int:
         """The bytes that measurements of reductions hold now on this rank: two float64 sums for each of them."""
-        heard = [way.errors.listeners.get(self) for way in self._ways if way.errors is not None]
-        heard += [way.rounding.sums for way in self._ways if way.rounding is not None]
+        heard = (errors.listeners.get(self) for way in self._ways for errors in way.errors)
         return sum(each.nbytes for each in heard if each is not None)
 
     def __enter__(self) -> CommReport:
@@ -167,15 +162,15 @@ class CommReport:
             raise StateError(f"{WHAT}: the model of this report is gone, or the report measures already; make another")
         runtime = Runtime.of(root_unit(model, WHAT), model)
         ways = [way for way in _ways_of(model) if way.row.phase == "reduce"]
-        by_group = {id(way.group): way.rounding for way in ways if way.rounding is not None}
+        of_groups = {way.rounding.group: way.rounding for way in ways if way.rounding is not None}
 
         def rounding(number: int, group: int, _: Sequence[ShardedParameter]) -> _Rounding:
             own = runtime.units[number].gradients[group].group
-            return by_group.get(id(own)) or _Rounding(own)
+            return of_groups.get(own) or _Rounding(own)
 
         self._open.enter_context(runtime.observed(_Steps(), rounding))
         self._ways = ways
-        for errors in (way.errors for way in ways if way.errors is not None):
+        for errors in (errors for way in ways for errors in way.errors):
             errors.listeners[self] = None
         return self
 
@@ -183,19 +178,19 @@ class CommReport:
         """Measure no more. Collective, unless an exception has ended the block."""
         ways, self._ways = self._ways, []
         self._open.close()
-        sums = [way.taken(self) for way in ways]
-        for errors in (way.errors for way in ways if way.errors is not None):
+        sums = [[errors.take(self) for errors in way.errors] for way in ways]
+        for errors in (errors for way in ways for errors in way.errors):
             errors.listeners.pop(self, None)
         if kind is None:
             self._compare(ways, sums)
 
     @torch.no_grad()
-    def _compare(self, ways: Sequence[_Way], sums: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _compare(self, ways: Sequence[_Way], sums: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Give `rows` the errors of all ranks, by one message. `sums` are this rank's, of each way."""
         keys = list(dict.fromkeys(way.row._key for way in ways))
         totals = torch.zeros(len(keys), 3, dtype=torch.float64, device=self._mesh.device)
         for way, own in zip(ways, sums, strict=True):
-            for each in own:
+            for each in (each for each in own if each is not None):
                 totals[keys.index(way.row._key)] += torch.cat((each.to(totals.device), totals.new_ones(1)))
         with announced(groups_of(self._mesh), "compares errors for a report", WHAT, is_rare=True):
             for group in groups_of(self._mesh):
@@ -283,12 +278,12 @@ def _gathers(name: str, unit: Unit, at: int, times: int) -> Iterator[_Way]:
     form, plain = _name(dtype), weights.sent_bytes(times) * others
     if group.gathers_itself:
         form, measure = type(group.shard_buffer).__name__, None
-    nbytes, codec = plain, mesh.gather_codec if weights.plan.is_encoded else None
+    nbytes, codec = plain, weights.plan.codec
     is_above = codec is not None and weights.is_unencoded
     if codec is not None and not is_above:
         form, nbytes, measure = codec.name, codec.num_bytes(own) * times * others, partial(_encoded, unit, at, codec)
     row = CommRow(name, "shard", "gather", form, _name(dtype), None, nbytes, plain - nbytes, is_above)
-    yield _Way(row, group, measure)
+    yield _Way(row, measure)
 
 
 @torch.no_grad()
@@ -363,5 +358,5 @@ def _reduction(
     form, saved = _name(wire) if codec is None else codec.name, sent(plain.itemsize.__mul__) - nbytes
     rounding = _Rounding(group) if is_first and codec is None else None
     return _Way(
-        CommRow(unit, axis, "reduce", form, _name(plain), last, nbytes, saved, is_above), group, None, errors, rounding
+        CommRow(unit, axis, "reduce", form, _name(plain), last, nbytes, saved, is_above), None, errors, rounding
     )
