@@ -228,7 +228,27 @@ def test_a_disk_that_fails_is_told_by_the_forward_and_by_all_that_follow(tmp_pat
 
 @on_processes(2)
 def test_what_would_be_stepped_on_a_thread_is_left_to_the_caller(tmp_path):
-    assert are_equal(trained(OffloadPolicy(parameters=Disk(str(tmp_path))), on_thread=True), trained(OffloadPolicy()))
+    for share in (1, 0.5):  # the thread steps units one by one of which the caller has made the first step in spans
+        on_disk = OffloadPolicy(parameters=(disk := Disk(str(tmp_path))), optimizer=disk, share=share)
+        assert are_equal(trained(on_disk, on_thread=True), trained(OffloadPolicy())), share
+
+
+@on_threads(1)
+def test_steps_move_to_backward_and_back_where_a_part_is_on_a_disk(tmp_path):
+    def moved(policy):
+        model = sharded(policy)
+        optimizer = made(optim.AdamW, model)
+        for number in range(6):
+            if number % 2:
+                in_backward = sherd.step_in_backward(model, optimizer)
+            model(noise(number, 0, 3, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                in_backward.remove()
+        return values_of(model)
+
+    assert are_equal(moved(OffloadPolicy(optimizer=Disk(str(tmp_path)), share=0.5)), moved(OffloadPolicy()))
 
 
 def fails(how, folder):
