@@ -207,9 +207,15 @@ class ScratchFile:
         self._map: weakref.ref[mmap.mmap] | None = None
 
     def close(self) -> None:
-        """Free the space of the file once its requests are done. A map stays readable."""
-        if self._last is not None:
-            wait([self._last])
+        """Free the space of the file once its requests are done, which the caller does not wait for: a thread that
+        carries one out may be who closes the file, in a collection of garbage. A map stays readable.
+        """
+        if self._last is None:
+            self._free()
+        else:
+            self._last.add_done_callback(self._free)
+
+    def _free(self, last: Future[None] | None = None) -> None:
         self._file.close()
         self._scratch.forget(self._file)
 

@@ -3,8 +3,10 @@
 import copy
 import errno
 import fcntl
+import gc
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -210,6 +212,27 @@ def test_threads_make_and_drop_vectors_whose_addresses_are_used_again(tmp_path):
             list(pool.map(used, range(4)))
     finally:
         sys.setswitchinterval(switching)
+
+
+@on_threads(1)
+def test_a_vector_may_be_collected_as_garbage_by_the_thread_that_reads_it(tmp_path):
+    vectors, dropped, preadv = DiskVectors(str(tmp_path)), threading.Event(), os.preadv
+    vector, buffer = vectors.empty("a vector", PAGE, torch.float32), torch.ones(PAGE)
+    cycle = [vector]
+    cycle.append(cycle)
+
+    def collecting(*arguments):
+        dropped.wait()
+        gc.collect()
+        return preadv(*arguments)
+
+    with mock.patch.object(os, "preadv", collecting):
+        request = vectors.read(vector, 0, buffer)
+        del vector, cycle
+        dropped.set()
+        request.wait()
+    assert not buffer.any()
+    assert not vectors._files
 
 
 @on_threads(1)
