@@ -207,12 +207,10 @@ class ScratchFile:
         self._map: weakref.ref[mmap.mmap] | None = None
 
     def close(self) -> None:
-        """Free the space of the file once its requests are done, which the caller does not wait for: a thread that
-        carries one out may be who closes the file, in a collection of garbage. A map stays readable.
-        """
+        """Free the space of the file once its requests are done. A map stays readable."""
         if self._last is None:
             self._free()
-        else:
+        else:  # without a wait: a thread that carries one out may close the file, as it collects garbage
             self._last.add_done_callback(self._free)
 
     def _free(self, last: Future[None] | None = None) -> None:
