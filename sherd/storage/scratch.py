@@ -208,8 +208,12 @@ class ScratchFile:
 
     def close(self) -> None:
         """Free the space of the file once its requests are done. A map stays readable."""
-        if self._last is not None:
-            wait([self._last])
+        if self._last is None:
+            self._free()
+        else:  # without a wait: a thread that carries one out may close the file, as it collects garbage
+            self._last.add_done_callback(self._free)
+
+    def _free(self, last: Future[None] | None = None) -> None:
         self._file.close()
         self._scratch.forget(self._file)
 

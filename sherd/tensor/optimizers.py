@@ -18,6 +18,7 @@ import inspect
 import math
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -294,6 +295,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
         _warn_of_cut_blocks(optimizer, parameters)
     elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
+        _part_counts(optimizer)
         return None
     local = _locals.get(optimizer)
     if local is None or not local.is_of(optimizer):
@@ -316,6 +318,7 @@ def adopt_state(optimizer: Optimizer) -> None:
     """
     from sherd.tensor.relayout import laid_out  # seldom needed, so loaded late: tests/test_storeys.py
 
+    _part_counts(optimizer)
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise, keeps_parts = elementwise_keys(states), takes_parts(type(optimizer))  # type: ignore[arg-type]
     for parameter, state in states:
@@ -338,6 +341,17 @@ def adopt_state(optimizer: Optimizer) -> None:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
             elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
                 state[key] = laid_out(value, spec_of(parameter), part.device)
+
+
+def _part_counts(optimizer: Optimizer) -> None:
+    """Give each parameter a count of steps of its own, where the shards of a span that was stepped share one."""
+    states = (state for parameter, state in optimizer.state.items() if torch.is_tensor(parameter))
+    num_users = Counter(id(value) for state in states for value in state.values() if torch.is_tensor(value))
+    for parameter in params_of(optimizer):
+        state = optimizer.state.get(parameter, {})
+        shared = {key: value.clone() for key, value in state.items() if num_users[id(value)] > 1}
+        if shared:  # Another dict, so that a span notices it, and is made again where it is stepped again.
+            optimizer.state[parameter] = {**state, **shared}
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -213,6 +213,9 @@ def otherwise(policy: OffloadPolicy, how: str) -> list[Tensor]:
     scaler = sherd.ShardedGradScaler("sim", init_scale=8.0, enabled=how == "scaler")
     if how == "step in backward":
         sherd.step_in_backward(model, optimizer)
+    if how == "evaluation first":
+        with torch.inference_mode():
+            model(torch.ones(3, WIDTH, device="sim"))
     for number in range(4):
         with sherd.accumulate(model, 2) if how == "accumulate" else nullcontext():
             for micro in range(1 + (how == "accumulate")):
@@ -260,7 +263,10 @@ def test_masters_have_the_same_values_wherever_they_rest(sim_world, tmp_path):
 
 @pytest.mark.values
 @pytest.mark.parametrize("axis", ["state", "step", "disk"])
-@pytest.mark.parametrize("how", ["accumulate", "scaler", "step in backward", "some without gradients", *OPTIMIZERS])
+@pytest.mark.parametrize(
+    "how",
+    ["accumulate", "scaler", "step in backward", "some without gradients", "evaluation first", *OPTIMIZERS],
+)
 def test_other_loops_have_the_values_of_no_offload(axis, how, sim_world):
     assert all(sim_world(2, pause_us=200, seed=4).run(is_same_otherwise, AXES[axis], how).values)
 

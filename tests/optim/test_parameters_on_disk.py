@@ -3,8 +3,10 @@
 import copy
 import errno
 import fcntl
+import gc
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -213,6 +215,27 @@ def test_threads_make_and_drop_vectors_whose_addresses_are_used_again(tmp_path):
 
 
 @on_threads(1)
+def test_a_vector_may_be_collected_as_garbage_by_the_thread_that_reads_it(tmp_path):
+    vectors, dropped, preadv = DiskVectors(str(tmp_path)), threading.Event(), os.preadv
+    vector, buffer = vectors.empty("a vector", PAGE, torch.float32), torch.ones(PAGE)
+    cycle = [vector]
+    cycle.append(cycle)
+
+    def collecting(*arguments):
+        dropped.wait()
+        gc.collect()
+        return preadv(*arguments)
+
+    with mock.patch.object(os, "preadv", collecting):
+        request = vectors.read(vector, 0, buffer)
+        del vector, cycle
+        dropped.set()
+        request.wait()
+    assert not buffer.any()
+    assert not vectors._files
+
+
+@on_threads(1)
 def test_a_disk_that_fails_is_told_by_the_forward_and_by_all_that_follow(tmp_path):
     model = sharded(OffloadPolicy(parameters=Disk(str(tmp_path))))
 
@@ -228,7 +251,27 @@ def test_a_disk_that_fails_is_told_by_the_forward_and_by_all_that_follow(tmp_pat
 
 @on_processes(2)
 def test_what_would_be_stepped_on_a_thread_is_left_to_the_caller(tmp_path):
-    assert are_equal(trained(OffloadPolicy(parameters=Disk(str(tmp_path))), on_thread=True), trained(OffloadPolicy()))
+    for share in (1, 0.5):  # the thread steps units one by one of which the caller has made the first step in spans
+        on_disk = OffloadPolicy(parameters=(disk := Disk(str(tmp_path))), optimizer=disk, share=share)
+        assert are_equal(trained(on_disk, on_thread=True), trained(OffloadPolicy())), share
+
+
+@on_threads(1)
+def test_steps_move_to_backward_and_back_where_a_part_is_on_a_disk(tmp_path):
+    def moved(policy):
+        model = sharded(policy)
+        optimizer = made(optim.AdamW, model)
+        for number in range(6):
+            if number % 2:
+                in_backward = sherd.step_in_backward(model, optimizer)
+            model(noise(number, 0, 3, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                in_backward.remove()
+        return values_of(model)
+
+    assert are_equal(moved(OffloadPolicy(optimizer=Disk(str(tmp_path)), share=0.5)), moved(OffloadPolicy()))
 
 
 def fails(how, folder):

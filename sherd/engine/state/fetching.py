@@ -154,7 +154,8 @@ class FetchedShard:
         """Returns the shard in `dtype`, given this rank's part. Collective over the replicas if `version` is new."""
         shard = self._copies.get(dtype)
         if shard is None:
-            shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
+            with torch.inference_mode(False):  # a tensor made inside could not be written in training
+                shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
         if self._versions.get(dtype) != version:
             own = self.own_part(shard)
             # The rank's part may be a view of this copy already (`holding`).
