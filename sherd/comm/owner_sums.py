@@ -147,6 +147,7 @@ def add_decoded(
             codec.decode(*((encoded, decoded) if at_once > 1 else (encoded[0], decoded[0])))
             for version in decoded:
                 total.add_(version)
+            del decoded, version  # or they would be held while the next are decoded
 
     pending = transport.exchange(versions, sent, lengths, async_op)
     return then(pending, partial(_after, sent, decode))
