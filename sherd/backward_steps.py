@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from sherd._torch import at_end_of_backward
 from sherd.engine import Runtime, Unit
-from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
+from sherd.errors import ModuleError, OptimizerError, PolicyError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
 from sherd.optim.under_way import StepsUnderWay
 from sherd.steps_on_thread import is_on_thread
@@ -111,6 +111,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
     Raises:
         ModuleError: nothing below `model` is sharded.
         OptimizerError: the optimizer joins all parameters, or was given to `flatten_optimizer`.
+        PolicyError: a unit's `CommPolicy(error_limit=)` raises, which would be after the step.
         PolicyTypeError: `optimizer` is no optimizer of torch.
         StateError: in backward, if the gradients of a unit come twice (reentrant checkpointing of two calls).
     """
@@ -126,4 +127,10 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
     units = Unit.below(model)
     if not units:
         raise ModuleError(f"step_in_backward: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    for unit in units:
+        if unit.mesh.comm.error_limit is not None and unit.mesh.comm.above_limit == "raise":
+            raise PolicyError(
+                f"step_in_backward: unit {unit.name} has CommPolicy(error_limit=), and ranks compare errors when "
+                "backward ends, after its steps; take above_limit='unencoded', or leave error_limit out"
+            )
     return StepsInBackward(units, optimizer)

@@ -272,7 +272,8 @@ def decoding_bytes(codec: Codec, sizes: Sequence[int], itemsize: int) -> int:
     """
     form = FORMATS[codec.name] if isinstance(codec, BlockCodec) else FORMATS["int8"]
     of_element = (4 if form.specials[1] == math.inf else 8) + (form.bits == 4)
-    return (of_element + itemsize) * max(sizes) * min(len(sizes), parts_at_once(codec, sizes))
+    scales = SCALE_BYTES * -(-max(sizes) // codec.block) if isinstance(codec, BlockCodec) else 0
+    return ((of_element + itemsize) * max(sizes) + scales) * min(len(sizes), parts_at_once(codec, sizes))
 
 
 def _in_calls(codec: Codec, values: Tensor, encoded: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

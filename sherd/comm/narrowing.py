@@ -44,32 +44,38 @@ class Narrowing:
         """
         return reduction.seed, self._number * num_ranks + rank, self._turn, number_of(name)
 
+    def owed(self, reduction: Reduction, what: str, values: Tensor) -> Tensor:
+        """Returns `values` with what was lost before, in its memory; without feedback they stay as they are."""
+        if not reduction.feedback:
+            return values
+        if what not in self.lost or self.lost[what].shape != values.shape:
+            wide = torch.promote_types(values.dtype, torch.float32)
+            self.lost[what] = torch.zeros_like(values, dtype=wide)
+        return self.lost[what].add_(values)
+
     def narrowed(
         self, codec: Codec | None, reduction: Reduction, what: str, values: Tensor, sizes: Sequence[int], rank: int
     ) -> tuple[Tensor, Sequence[int]]:
         """Returns what `rank` sends for `values`, which have parts of `sizes`, and the lengths of its parts."""
-        if reduction.feedback:
-            if what not in self.lost or self.lost[what].shape != values.shape:
-                wide = torch.promote_types(values.dtype, torch.float32)
-                self.lost[what] = torch.zeros_like(values, dtype=wide)
-            values = self.lost[what].add_(values)  # the sum, of which what is lost now will be left
-        lengths = sizes
         if codec is not None:
-            sent, lengths = encode_parts(codec, values, sizes)
-        elif reduction.is_stochastic:
-            key = self.key(reduction, f"{self.name}, {what}", rank, dist.get_world_size())
-            sent = torch.empty_like(values, dtype=torch.bfloat16)
-            for number, (part, exact) in enumerate(zip(sent.split(CHUNK), values.split(CHUNK), strict=True)):
-                part.copy_(round_to_bf16(exact, (*key, number)))
-        else:
-            sent = values.to(reduction.wire_dtype(values.dtype))
-        if reduction.feedback:
-            for lost, encoded in zip(values.split(list(sizes)), sent.split(list(lengths)), strict=True):
-                decoded = encoded if codec is None else torch.empty_like(lost)
-                if codec is not None:
-                    codec.decode(encoded, decoded)
-                lost.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
-        return sent, lengths
+            return encode_parts(codec, values, sizes)
+        if not reduction.is_stochastic:
+            return values.to(reduction.wire_dtype(values.dtype), copy=True), sizes
+        key = self.key(reduction, f"{self.name}, {what}", rank, dist.get_world_size())
+        sent = torch.empty_like(values, dtype=torch.bfloat16)
+        for number, (part, exact) in enumerate(zip(sent.split(CHUNK), values.split(CHUNK), strict=True)):
+            part.copy_(round_to_bf16(exact, (*key, number)))
+        return sent, sizes
+
+    def keep(
+        self, codec: Codec | None, values: Tensor, sizes: Sequence[int], sent: Tensor, lengths: Sequence[int]
+    ) -> None:
+        """Leave in `values`, which `owed` returned, what they lose by what is `sent` for them."""
+        for lost, encoded in zip(values.split(list(sizes)), sent.split(list(lengths)), strict=True):
+            decoded = encoded if codec is None else torch.empty_like(lost)
+            if codec is not None:
+                codec.decode(encoded, decoded)
+            lost.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
 
     def go_on(self, lost: Mapping[str, Tensor]) -> None:
         """Take over what was `lost` before, in place: a step that was captured as a graph has the memory."""

@@ -51,8 +51,10 @@ class OwnerSums(Transport):
     def _sent(self, values: Tensor, wire: torch.dtype, sizes: Sequence[int], what: str) -> tuple[Tensor, Sequence[int]]:
         """Returns what is sent of `values`, which have parts of `sizes`, and the lengths of its parts."""
         codec, lengths = self._codec_for(values), sizes
-        if self._narrowing is not None and values.is_floating_point() and not self.errors.is_unencoded:
-            sent, lengths = self._narrowing.narrowed(codec, self._reduction, what, values, sizes, dist.get_rank())
+        narrowing = self._narrowing if values.is_floating_point() else None
+        if narrowing is not None:
+            values = narrowing.owed(self._reduction, what, values)
+            sent, lengths = narrowing.narrowed(codec, self._reduction, what, values, sizes, dist.get_rank())
         elif codec is not None:
             sent, lengths = encode_parts(codec, values, sizes)
         else:
@@ -62,6 +64,8 @@ class OwnerSums(Transport):
                 self.errors.add(squares(sent, values))
             else:
                 self.errors.note(codec, values, sent, sizes)
+        if narrowing is not None and self._reduction.feedback:
+            narrowing.keep(codec, values, sizes, sent, lengths)
         return sent, lengths
 
     @property
@@ -139,6 +143,7 @@ def add_decoded(
             codec.decode(*((encoded, decoded) if at_once > 1 else (encoded[0], decoded[0])))
             for version in decoded:
                 total.add_(version)
+            del decoded, version  # or they would be held while the next are decoded
 
     pending = transport.exchange(versions, sent, lengths, async_op)
     return then(pending, partial(_after, sent, decode))

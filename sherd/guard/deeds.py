@@ -286,7 +286,7 @@ def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]
     """Returns the names of parameters whose shards, of themselves or of their gradients, hold an inf or a nan."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, piece in pieces:
-        if piece.numel():  # an empty tensor has no largest element
+        if piece.numel() and (piece.is_floating_point() or piece.is_complex()):  # of others there is no norm
             by_device.setdefault(piece.device, []).append(piece)
     # One norm for all shards of a device, so that the host waits once per device where all are finite.
     with contextlib.suppress(NotImplementedError):  # a kind of tensor may have no norm, as torchao's int8 weights

@@ -16,7 +16,7 @@ from bench.peak import LiveBytes
 from sherd.codecs import BlockCodec
 from sherd.engine import Unit
 from sherd.errors import PolicyError, PolicyTypeError
-from tests.support.ranks.bodies import on_processes
+from tests.support.ranks.bodies import on_processes, on_threads
 
 FORMATS = {"int8": 1 / 250, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8, "int4": 1 / 13.9}
 """With the most that an element is off by, of the largest."""
@@ -99,6 +99,21 @@ def test_training_goes_as_without(way):
     encoded, plain = (train(made(codec, **WAYS[way]), 12) for codec in ("int8", None))
     assert encoded[-1] < 0.9 * encoded[0]
     torch.testing.assert_close(torch.tensor(encoded), torch.tensor(plain), rtol=0.03, atol=0.01)
+
+
+@on_threads(2)
+def test_values_that_a_user_writes_to_shards_are_gathered_next():
+    """By a forward and by `unshard`, without an optimizer's step in between."""
+    model = made("int8")
+    last = model[2]
+    with torch.no_grad():
+        assert model(rows(0)).any()
+        for each in last.parameters():
+            each.data.zero_()
+        assert not model(rows(0)).any()
+        last[0].bias.fill_(1.0)
+        last.unshard()
+        torch.testing.assert_close(last[0].bias.data, torch.ones(33), rtol=0, atol=0.01)
 
 
 @on_processes(2)

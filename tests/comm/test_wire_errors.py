@@ -304,6 +304,26 @@ def test_above_the_limit_a_unit_sends_unencoded_from_then_on(way, threads):
     assert all("it is not encoded any more" in text for text in said)
 
 
+@on_threads(2)
+def test_what_is_owed_when_a_unit_leaves_its_format_is_sent():
+    reduction = Reduction(wire="int4", feedback=True)
+    left = made(CommPolicy(reduce=reduction, error_limit=1e-6, above_limit="unencoded"))
+    for model in (left, plain := made(CommPolicy())):
+        for step in range(2):
+            model(rows(step)).square().mean().backward()
+    for ours, theirs in zip(left.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(grad_of(ours), grad_of(theirs), rtol=1e-5, atol=1e-7)
+
+
+@on_threads(2)
+def test_with_feedback_the_error_is_that_of_what_is_encoded():
+    """What is owed of a large gradient is no error of a small one."""
+    model = made(CommPolicy(reduce=Reduction(wire="int8", feedback=True), error_limit=0.05))
+    for step in range(3):
+        (model(rows(step)).square().mean() * 0.001**step).backward()
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "wrapper"])
 def test_a_copy_has_errors_of_its_own(way, threads):
     threads(num_ranks(way)).run(copied, way)
@@ -348,6 +368,15 @@ def test_what_limits_nothing_is_refused():
     refuses("expected a number", error_limit="0.1", gather="int8")
     refuses("ranks without a batch do not compare errors", error_limit=0.1, gather="int8", divergence="join")
     refuses("above_limit='warn'.: expected one of raise, unencoded", above_limit="warn")
+
+
+@on_threads(2)
+def test_a_limit_that_raises_is_refused_where_units_step_before_ranks_compare():
+    for above_limit in ("raise", "unencoded"):
+        model = made(CommPolicy(gather="int8", error_limit=0.1, above_limit=above_limit))
+        refused = pytest.raises(PolicyError, match="compare errors when backward ends, after its steps")
+        with refused if above_limit == "raise" else nullcontext():
+            sherd.step_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 # Ranks that differ

@@ -286,6 +286,20 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_may_differ():
 
 
 @on_processes(2)
+def test_integers_and_flags_among_what_an_optimizer_holds_are_finite():
+    model = nn.Linear(4, 4)
+    model.counts, model.flags = (
+        nn.Parameter(each, requires_grad=False) for each in (torch.ones(4).long(), torch.ones(4) > 0)
+    )
+    sherd.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(9):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_processes(2)
 def test_a_step_that_raises_on_all_ranks_leaves_nothing_to_compare():
     model = sharded()
     optimizer = sherd.Muon(model, lr=0.1)

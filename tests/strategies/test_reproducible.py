@@ -141,6 +141,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "gloo": {"comm_policy": sherd.CommPolicy.reproducible(transport="gloo")},
     "bfloat16": {"comm_policy": sherd.CommPolicy(reduce=REDUCED)},
     "in bfloat16": {"mp_policy": sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "kept in bfloat16": {
+        "mp_policy": sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+    },
     "offloaded": {"offload_policy": sherd.CPUOffloadPolicy()},
     "wrapped": {"is_wrapped": True},
     "wrapped, gradients": {"is_wrapped": True, "strategy": "SHARD_GRAD_OP"},
@@ -153,7 +156,7 @@ _expected: dict[Any, Named] = {}
 
 def expected_of(world: Any, way: str, optimizer: str, num_steps: int, clip: str = "sherd") -> Named:
     """Returns what one rank finds. Ways that differ in where values are, and not in how they are rounded, agree."""
-    key = way if way in ("bfloat16", "in bfloat16") else "zero3", optimizer, num_steps, clip
+    key = way if "bfloat16" in way else "zero3", optimizer, num_steps, clip
     if key not in _expected:
         (_expected[key],) = world(1).run(trained, WAYS[key[0]], OPTIMIZERS[optimizer], num_steps, CLIPS[clip])
     return _expected[key]
@@ -253,6 +256,28 @@ def test_parameters_that_some_batches_leave_out_have_them_too(is_one_unit, world
             assert all(map(torch.equal, found, expected))
 
 
+def used(is_twice: bool) -> list[Tensor]:
+    """A unit that is called once, with a penalty on a gradient of the inputs, or twice."""
+    torch.manual_seed(1)
+    first, rank, ranks = nn.Linear(5, 5), dist.get_rank(), dist.get_world_size()
+    layers = nn.Sequential(first, nn.Tanh(), first if is_twice else nn.Linear(5, 5))
+    for each in (first, layers):
+        sherd.fully_shard(each, comm_policy=sherd.CommPolicy.reproducible(), mesh=init_device_mesh("cpu", (ranks,)))
+    with sherd.accumulate(layers, BATCHES // ranks, average=True):
+        for turn in range(BATCHES // ranks):
+            x = torch.randn(3, 5, generator=torch.Generator().manual_seed(turn * ranks + rank)).requires_grad_()
+            y = layers(x).square().sum()
+            (y if is_twice else y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()).backward()
+    return [whole(each.grad) for each in layers.parameters()]
+
+
+def test_a_gradient_for_inputs_within_a_forward_leaves_the_order_as_it_is(world):
+    (expected,) = world(1).run(used, False)
+    for num_ranks in (2, 3):
+        for found in world(num_ranks).run(used, False):
+            assert all(map(torch.equal, found, expected))
+
+
 # Numbers
 
 
@@ -320,6 +345,7 @@ def test_what_has_no_order_is_refused():
     refuses(lambda: model.set_all_reduce_hook(lambda _: None), "all_reduce_hook of the user's own")
     model(batch(0, dist.get_rank())).backward()
     refuses(lambda: sherd.clip_grad_norm_(model.parameters(), 1.0, 3.0), "only the norms of order 0, 1, 2 and inf")
+    refuses(lambda: used(True), "a second reduction in one backward")
 
 
 @pytest.mark.values

@@ -592,6 +592,11 @@ class Gradients:
         if self._waiting or self._hooks.noted:
             self._collect()
         self._arrived.clear()
+        if self.stage is GradientStage.TAKEN and self._plan.owned is not None:
+            raise PolicyError(
+                f"{self.group.name}: a second reduction in one backward, and Reduction(order='ranks') has one for each "
+                "batch; call the unit once in a forward: shard the module that calls it twice instead"
+            )
         if self.stage is GradientStage.EXPECTING:
             self._move(GradientStage.TAKEN)
         if self._rows.present is None:

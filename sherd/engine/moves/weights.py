@@ -482,6 +482,7 @@ class Weights(Position, saved.StorageOwner):
             codec.decode(of_rank, part)
             for piece, elements in group.pieces_of(rank, part):
                 unsharded.copy_out.copy_into_place(piece, elements)
+            del part, elements  # or they would be held while the next rank's part is decoded
 
     def _strips(
         self, unsharded: UnshardedBuffer, source: torch.Tensor | None

@@ -193,7 +193,9 @@ class Backward:
         """
         was_reduced = True
         for gradients in self._gradients:
-            if gradients.has_any or (gradients.partial is not None and policy.all_reduce_gradients):
+            if gradients.has_any:
+                return True
+            if gradients.partial is not None and policy.all_reduce_gradients and brings_gradients():
                 return True
             was_reduced = was_reduced and gradients.stage is GradientStage.TAKEN
         if was_reduced or not self.is_entered or not policy.reduce_gradients:
