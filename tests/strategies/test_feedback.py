@@ -565,7 +565,7 @@ def test_what_would_lose_nothing_or_is_unknown_is_refused():
 
 @on_threads(2)
 def test_a_wire_as_wide_as_the_gradients_is_refused():
-    narrow = sherd.MixedPrecisionPolicy(torch.bfloat16)
+    narrow = sherd.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for options in ({"reduce": REDUCTIONS["stochastic"]}, {"reduce": REDUCTIONS["bfloat16"]}):
         with pytest.raises(PolicyError, match="lose nothing on this wire"):
             sherd.fully_shard(nn.Linear(4, 4), comm_policy=CommPolicy(**options), mp_policy=narrow)
