@@ -126,3 +126,29 @@ def test_backward_holds_the_scratch_of_the_units_under_way_however_many_there_ar
     few, many = (max(sim_world(2).run(scratch, number, how).values) for number in (5, 9))
     assert many <= few + 1024
     assert many <= 8 * UNIT_BYTES
+
+
+def of_several_backwards(steps_within: bool) -> list[torch.Tensor]:
+    """The unsharded parameters, where only the last of three backwards before a step is said to be the last."""
+    model = chain(BLOCKS, WIDTH).append(torch.nn.Linear(WIDTH, 5)).to("sim")  # of the root, which is reduced last
+    for unit in (*model[:BLOCKS], model):
+        sherd.fully_shard(unit, mesh=init_device_mesh("sim", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if steps_within:
+        sherd.step_in_backward(model, optimizer)
+    for number in range(3 * STEPS):
+        is_last = number % 3 == 2
+        model.set_is_last_backward(is_last)
+        model(noise(number, torch.distributed.get_rank(), 3, WIDTH).to("sim")).square().mean().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    return [each.full_tensor().cpu() for each in model.parameters()]
+
+
+def test_a_reduction_that_an_earlier_backward_has_left_does_not_make_the_step(sim_world):
+    world = sim_world(2, pause_us=300, seed=1)
+    expected = world.run(of_several_backwards, False).values
+    for ours, theirs in zip(world.run(of_several_backwards, True).values, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))

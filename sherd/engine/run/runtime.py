@@ -428,7 +428,8 @@ class Runtime(UnitRuntime):
 
     def end_backwards(self, is_last: bool = True) -> None:
         """Free parameters after a backward, and after the last one of a step finish its reductions."""
-        self.tape.play(do.EndBackward, is_last)
+        # What steps units in the last backward could take an earlier one's reduction for the last one's.
+        self.tape.play(do.EndBackward, is_last or any(unit.steps_in_backward for unit in self.units))
         # Last, because the host waits here: all reductions are queued by now.
         for unit in self.units:
             if unit.place.is_elsewhere:
