@@ -42,7 +42,7 @@ def masters_of(model):
     return found
 
 
-def sharded(policy, dtype, placement=None, reduce_dtype=None, **options):
+def sharded(policy, dtype, placement=None, reduce_dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     model = chain(2, 24).append(nn.Linear(24, 5)).to(torch.bfloat16).to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -92,7 +92,7 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "placement", "flattens"), KINDS)
 @on_threads(2)
 def test_masters_are_those_of_float32_parameters(kind, placement, flattens):
-    for reduce_dtype in (None, torch.float32):
+    for reduce_dtype in (torch.bfloat16, torch.float32):
         plain = sharded(OffloadPolicy(), torch.float32, placement, reduce_dtype)
         model = sharded(MASTERS, torch.bfloat16, placement, reduce_dtype)
         both = [(each, made(kind, each, flattens)) for each in (plain, model)]
