@@ -592,13 +592,10 @@ class Gradients:
         if self._waiting or self._hooks.noted:
             self._collect()
         self._arrived.clear()
-        if self.stage is GradientStage.TAKEN and self._plan.owned is not None:
-            raise PolicyError(
-                f"{self.group.name}: a second reduction in one backward, and Reduction(order='ranks') has one for each "
-                "batch; call the unit once in a forward: shard the module that calls it twice instead"
-            )
         if self.stage is GradientStage.EXPECTING:
             self._move(GradientStage.TAKEN)
+        elif self._plan.owned is not None:
+            self._require_first_sum()
         if self._rows.present is None:
             if not (awaits_replicas or self.may_lack(policy)):
                 return
@@ -615,8 +612,7 @@ class Gradients:
         is_sum = is_of_one and group.is_offloaded and policy.all_reduce_hook is None
         sent, earlier = rows.buffer.tensor, self.partial
         sent = sent if sent.dtype == reduce_dtype else sent.to(reduce_dtype)  # else added wider
-        if plan.owned is not None or policy.all_reduce_gradients:
-            self.partial = None
+        self.partial = earlier if plan.owned is None and not policy.all_reduce_gradients else None
 
         def scatter(async_op: bool) -> Pending | None:
             if is_sum and plan.lane_owns_rows:
@@ -647,8 +643,7 @@ class Gradients:
             sources += [reduced] if earlier is None else [reduced, earlier.summed]
             reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
         scale, to_host = self.terms.scale, group.is_offloaded and not is_partial and policy.all_reduce_hook is None
-        mean = _Sum(reduced, with_gradient)
-        self._reduction = _Reduction(handoff, rows, mean, scale, is_partial, to_host, sources)
+        self._reduction = _Reduction(handoff, rows, _Sum(reduced, with_gradient), scale, is_partial, to_host, sources)
         if plan.lane_owns_rows and not is_sum:
             # Freed while the reduce-scatter is only queued: the lane's pool gives the memory to later work of the lane.
             self._give_back(rows)
@@ -660,6 +655,14 @@ class Gradients:
             self._reduction = replace(self._reduction, handoff=handoff, result=_Sum(stored, with_gradient))
         if plan.lane_owns_rows and is_sum:
             self._give_back(rows)
+
+    def _require_first_sum(self) -> None:
+        """Raise PolicyError if the backward has had a sum, where sums are in the order of ranks."""
+        if self.stage is GradientStage.TAKEN:
+            raise PolicyError(
+                f"{self.group.name}: a second reduction in one backward, and Reduction(order='ranks') has one for each "
+                "batch; call the unit once in a forward: shard the module that calls it twice instead"
+            )
 
     def narrowed(self, transport: Transport, number: int) -> Transport:
         """Returns `transport` for a reduction after `number` backwards, of which is kept what it loses.
