@@ -414,7 +414,7 @@ class Group:
         self.grad_dtype = self.reduce_dtype if key.grad_dtype == (None,) else key.gradient_dtype
         if precision.keep_low_precision_grads:
             # As in FSDP1: the dtype of compute, or of the reduction where nothing is cut. On any number of ranks one.
-            self.grad_dtype = (self.compute_dtype, self.reduce_dtype)[self.is_one_piece and not mesh.sums_in_order]
+            self.grad_dtype = self.compute_dtype if mesh.sums_in_order or not self.is_one_piece else self.reduce_dtype
         is_mastered = key.trainable or any(each.masters for each in self.parameters)
         has_masters = place.masters is not None and is_mastered and self.dtype is torch.bfloat16
         if has_masters and not key.grad_dtype:
@@ -437,8 +437,8 @@ class Group:
         self.num_flags = 0 if has_none else len(self.parameters)
         is_fetched = mesh.shards_replicas or (place.keeps_copies and not self.gathers_itself)
         self.fetched = FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh) if is_fetched else None
-        # What is encoded is a copy, too.
-        self.keeps_copies = mesh.keeps_unsharded or [self.fetched, place.disk, mesh.gather_codec] != [None] * 3
+        is_other = place.disk is not None or mesh.gather_codec is not None  # what is read, or encoded, is a copy
+        self.keeps_copies = mesh.keeps_unsharded or is_fetched or is_other
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
         self.optimizer_params = self._optimizer_params()
