@@ -402,7 +402,7 @@ class Group:
     ) -> None:
         self.parameters, key = tuple(parameters), group_key_of(parameters[0])
         self.mesh = mesh = self.parameters[0].mesh
-        self.place = place
+        self.place, self.is_offloaded = place, place.is_elsewhere
         self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_pieces)
         self.is_one_piece = mesh.num_pieces == 1
         self.sizes = Sizes(self.packing.shard_numels)
@@ -427,7 +427,6 @@ class Group:
             summed = self.reduce_dtype if reduction is None else reduction.sum_dtype(self.reduce_dtype)
             mesh.comm.reduce_replicas.row_dtype(summed)
         self.device = mesh.device
-        self.is_offloaded = place.is_elsewhere
         self.gathers_itself = key.gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
@@ -437,7 +436,8 @@ class Group:
         self.num_flags = 0 if has_none else len(self.parameters)
         is_fetched = mesh.shards_replicas or (place.keeps_copies and not self.gathers_itself)
         self.fetched = FetchedShard(self.sizes.of(mesh.pieces_of(mesh.shard_rank)), mesh) if is_fetched else None
-        is_other = place.disk is not None or mesh.gather_codec is not None  # what is read, or encoded, is a copy
+        # What was read from a disk, or encoded, is a copy, too.
+        is_other = place.disk is not None or mesh.gather_codec is not None
         self.keeps_copies = mesh.keeps_unsharded or is_fetched or is_other
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
