@@ -132,7 +132,7 @@ class StepsOnThread:
 
     def step(self, step: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Get the steps of units ready, and make the step of what is left. Returns what that returns."""
-        optimizer = self._optimizer()
+        optimizer, self._ready = self._optimizer(), []  # Ctrl-C in a step may have left some
         if optimizer is None or args or kwargs:  # a closure computes with the shards
             return step(*args, **kwargs)
         lists = [group["params"] for group in optimizer.param_groups]
