@@ -141,9 +141,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "gloo": {"comm_policy": sherd.CommPolicy.reproducible(transport="gloo")},
     "bfloat16": {"comm_policy": sherd.CommPolicy(reduce=REDUCED)},
     "in bfloat16": {"mp_policy": sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "kept in bfloat16": {
-        "mp_policy": sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
-    },
     "offloaded": {"offload_policy": sherd.CPUOffloadPolicy()},
     "wrapped": {"is_wrapped": True},
     "wrapped, gradients": {"is_wrapped": True, "strategy": "SHARD_GRAD_OP"},
@@ -256,13 +253,17 @@ def test_parameters_that_some_batches_leave_out_have_them_too(is_one_unit, world
             assert all(map(torch.equal, found, expected))
 
 
-def used(is_twice: bool) -> list[Tensor]:
+KEPT = sherd.MixedPrecisionPolicy(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+
+
+def used(is_twice: bool, precision: sherd.MixedPrecisionPolicy) -> list[Tensor]:
     """A unit that is called once, with a penalty on a gradient of the inputs, or twice."""
     torch.manual_seed(1)
     first, rank, ranks = nn.Linear(5, 5), dist.get_rank(), dist.get_world_size()
     layers = nn.Sequential(first, nn.Tanh(), first if is_twice else nn.Linear(5, 5))
+    options = {"comm_policy": sherd.CommPolicy.reproducible(), "mesh": init_device_mesh("cpu", (ranks,))}
     for each in (first, layers):
-        sherd.fully_shard(each, comm_policy=sherd.CommPolicy.reproducible(), mesh=init_device_mesh("cpu", (ranks,)))
+        sherd.fully_shard(each, mp_policy=precision, **options)
     with sherd.accumulate(layers, BATCHES // ranks, average=True):
         for turn in range(BATCHES // ranks):
             x = torch.randn(3, 5, generator=torch.Generator().manual_seed(turn * ranks + rank)).requires_grad_()
@@ -271,11 +272,13 @@ def used(is_twice: bool) -> list[Tensor]:
     return [whole(each.grad) for each in layers.parameters()]
 
 
-def test_a_gradient_for_inputs_within_a_forward_leaves_the_order_as_it_is(world):
-    (expected,) = world(1).run(used, False)
+@pytest.mark.parametrize("precision", [sherd.MixedPrecisionPolicy(), KEPT])
+def test_a_gradient_for_inputs_within_a_forward_leaves_the_order_as_it_is(precision, world):
+    (expected,) = world(1).run(used, False, precision)
     for num_ranks in (2, 3):
-        for found in world(num_ranks).run(used, False):
+        for found in world(num_ranks).run(used, False, precision):
             assert all(map(torch.equal, found, expected))
+            assert {each.dtype for each in found} == {precision.param_dtype or torch.float32}
 
 
 # Numbers
@@ -345,7 +348,7 @@ def test_what_has_no_order_is_refused():
     refuses(lambda: model.set_all_reduce_hook(lambda _: None), "all_reduce_hook of the user's own")
     model(batch(0, dist.get_rank())).backward()
     refuses(lambda: sherd.clip_grad_norm_(model.parameters(), 1.0, 3.0), "only the norms of order 0, 1, 2 and inf")
-    refuses(lambda: used(True), "a second reduction in one backward")
+    refuses(lambda: used(True, KEPT), "a second reduction in one backward")
 
 
 @pytest.mark.values
