@@ -224,3 +224,26 @@ def test_a_backward_for_other_tensors_is_none_of_those_announced():
     assert_mean_gradients(
         {"penalties": whole_grads(model)}, made(three_layers), lambda plain, rank: penalty(plain, 0) + penalty(plain, 1)
     )
+
+
+class MayLeaveOut(nn.Linear):
+    leaves_out = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return x + (y.detach() if self.leaves_out else y)
+
+
+@on_threads(4, preset=[None, "hfsdp"])
+def test_a_rank_without_gradients_in_the_last_backward_sums_what_waits_for_replicas(preset):
+    torch.manual_seed(0)
+    layer, rank = MayLeaveOut(4, 4), dist.get_rank()
+    placements = {} if preset is None else {"placements": preset}
+    sherd.fully_shard(layer, mesh=mesh_of((2, 2)), **placements)
+    for is_last in (False, True):
+        layer.set_requires_all_reduce(is_last)
+        layer.leaves_out = is_last and rank == 1
+        layer(torch.full((2, 4), rank + 1.0).requires_grad_()).sum().backward()
+    # The mean over ranks of rank + 1, of 2 samples: once of all ranks, once without rank 1.
+    expected = torch.full((4, 4), 2 * (1 + 2 + 3 + 4 + 1 + 3 + 4) / 4)
+    torch.testing.assert_close(whole_grads(layer)["weight"], expected)
