@@ -234,12 +234,13 @@ class MayLeaveOut(nn.Linear):
         return x + (y.detach() if self.leaves_out else y)
 
 
-@on_threads(4, preset=[None, "hfsdp"])
-def test_a_rank_without_gradients_in_the_last_backward_sums_what_waits_for_replicas(preset):
+@on_threads(4, preset=[None, "hfsdp"], order=["any", "ranks"])
+def test_a_rank_without_gradients_in_the_last_backward_sums_what_waits_for_replicas(preset, order):
     torch.manual_seed(0)
     layer, rank = MayLeaveOut(4, 4), dist.get_rank()
     placements = {} if preset is None else {"placements": preset}
-    sherd.fully_shard(layer, mesh=mesh_of((2, 2)), **placements)
+    policy = sherd.CommPolicy(reduce=sherd.Reduction(order=order))
+    sherd.fully_shard(layer, mesh=mesh_of((2, 2)), comm_policy=policy, **placements)
     for is_last in (False, True):
         layer.set_requires_all_reduce(is_last)
         layer.leaves_out = is_last and rank == 1

@@ -195,10 +195,11 @@ class Backward:
         for gradients in self._gradients:
             if gradients.has_any:
                 return True
-            # In the order of ranks a sum belongs to one batch, so that `torch.autograd.grad` within it must not end it.
-            waits = gradients.partial is not None and policy.all_reduce_gradients
-            if waits and (gradients.group.mesh.in_order is None or brings_gradients()):
-                return True
+            if gradients.partial is not None and policy.all_reduce_gradients:
+                # In the order of ranks `torch.autograd.grad` within the last batch of several must not end their sum.
+                is_counted = gradients.group.mesh.in_order is not None and policy.accumulation is not None
+                if not is_counted or brings_gradients():
+                    return True
             was_reduced = was_reduced and gradients.stage is GradientStage.TAKEN
         if was_reduced or not self.is_entered or not policy.reduce_gradients:
             return False
