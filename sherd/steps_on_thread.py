@@ -167,7 +167,8 @@ class StepsOnThread:
         if is_on_disk:
             return []
         stepper, known = self._known.setdefault(unit, (Stepper(kind, isinstance(optimizer, FlatStep)), set()))
-        with_gradient = {id(each) for of_group in own for each in of_group if each.grad is not None}
+        # By record: `load_state_dict(assign=True)` makes new shards, which may have the ids of former ones.
+        with_gradient = {id(ShardedParameter.of(each)) for part in own for each in part if each.grad is not None}
         if not with_gradient or not with_gradient <= known:
             known |= with_gradient
             return []

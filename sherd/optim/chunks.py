@@ -208,7 +208,7 @@ def step_chunks(
             needed[number := vectors_on(each).file_system] += num_moments * sum(sizes) + sum(bits)
             vectors_on(each).require(needed[number])
         last = _step_chunks(chunks, device, run)
-        if device.type != "cpu":
+        if device.type != "cpu" and last is not None:  # with nothing to step, earlier copies are still the last
             if optimizer not in _copies:
                 optimizer.register_state_dict_pre_hook(_wait_for_copies)
             _copies[optimizer] = last
@@ -219,13 +219,12 @@ def step_chunks(
             vectors_on(each).settle()
 
 
-_copies: weakref.WeakKeyDictionary[Optimizer, Handoff | None] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Optimizer, Handoff] = weakref.WeakKeyDictionary()
 """The last copy of each optimizer's state to where it rests."""
 
 
 def _wait_for_copies(optimizer: Optimizer) -> None:
-    if (last := _copies[optimizer]) is not None:
-        last.wait_on_host()
+    _copies[optimizer].wait_on_host()
 
 
 def _step_chunks(chunks: Sequence[Chunk], device: torch.device, run: Run) -> Handoff | None:

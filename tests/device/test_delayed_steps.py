@@ -259,6 +259,26 @@ def test_a_run_goes_on_from_a_checkpoint(sim_world, tmp_path):
     sim_world(2).run(resumed, tmp_path)
 
 
+def loaded(assign: bool) -> list[Tensor]:
+    model, optimizer, _ = begun()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    outputs = []
+    for number in range(3, 7):
+        step(model, optimizer, number)
+        if number == 4:
+            model.load_state_dict(values, assign=assign)
+        outputs.append(output(model))
+    return outputs
+
+
+def assigned_as_copied() -> None:
+    assert all(map(torch.equal, loaded(assign=True), loaded(assign=False)))
+
+
+def test_shards_that_a_load_assigns_are_delayed_as_those_it_copies_into(sim_world):
+    sim_world(2, pause_us=300, seed=14).run(assigned_as_copied)
+
+
 def refused(folder: Path) -> list[str]:
     said = []
     for policy in (CPUOffloadPolicy(), OffloadPolicy(gradients="host", optimizer=Disk(str(folder)))):

@@ -462,3 +462,25 @@ def test_what_keeps_a_step_with_offload_from_being_captured_is_named_with_its_ax
         for said in sim_world(2).run(keeps_from_capture, policy).values:
             assert words in said, said
             assert ("CPUOffloadPolicy" in said) == (policy.parameters == "host"), said
+
+
+def read_after_a_step_of_nothing(masters: str | None, reader: str) -> None:
+    dtype = torch.float32 if masters is None else torch.bfloat16
+    model = model_of(OffloadPolicy(optimizer="host", masters=masters), dtype)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    sherd.step_in_backward(model, optimizer)
+    for number in range(2):
+        model(noise(number, 0, 3, WIDTH).to("sim").to(dtype)).float().square().mean().backward()
+        optimizer.step()  # of nothing: backward has made it
+    if reader == "average":
+        sherd.Ema(model)  # reads masters: the device sees the race
+        return
+    moments = [each["exp_avg"].to_local() for each in optimizer.state_dict()["state"].values()]
+    found = [each.clone() for each in moments]
+    torch.accelerator.synchronize()
+    assert all(map(torch.equal, found, moments))
+
+
+@pytest.mark.parametrize(("masters", "reader"), [(None, "state dict"), ("host", "state dict"), ("host", "average")])
+def test_readers_wait_for_a_step_within_backward_also_after_a_step_of_nothing(masters, reader, sim_world):
+    sim_world(2, pause_us=2000, seed=3).run(read_after_a_step_of_nothing, masters, reader)

@@ -95,8 +95,8 @@ class Masters:
                 self._write(extent, self._weights[extent.start : extent.stop].float())
         self.note()
 
-    def arrive_by(self, copies: Handoff | None) -> None:
-        """Note the copies, if any, of low bits to where they rest, which others wait for before they use them."""
+    def arrive_by(self, copies: Handoff) -> None:
+        """Note the copies of low bits to where they rest, which others wait for before they use them."""
         self._arriving = copies
 
     def _wait(self) -> None:
